@@ -1,0 +1,80 @@
+"""Checks of dtypes, precision and `out`, on numpy or cupy views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuconvt.arrays import address
+
+PRECISIONS = ("tf32x3", "ieee", "tf32")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def check_dtypes(x: Any, weight: Any, bias: Any, out: Any) -> None:
+    """Raise TypeError unless x has a supported dtype and all others have x's."""
+    if x.dtype.name not in DTYPES:
+        raise TypeError(f"x must have one of the dtypes {', '.join(DTYPES)}, got {x.dtype.name}")
+    for role, array in (("weight", weight), ("bias", bias), ("out", out)):
+        if array is not None and array.dtype != x.dtype:
+            raise TypeError(f"{role} must have x's dtype {x.dtype.name}, got {array.dtype.name}")
+
+
+def check_precision(precision: str | None, dtype: Any) -> str | None:
+    """Return the precision to compute float32 with, or None for the other dtypes."""
+    if precision is not None and not isinstance(precision, str):
+        raise TypeError(
+            f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, "
+            f"got {precision!r} of type {type(precision).__name__}"
+        )
+    if dtype != np.float32:
+        if precision is not None:
+            raise ValueError(
+                f"precision must be None for {dtype.name}, got {precision!r}: it chooses among float32 modes"
+            )
+        return None
+    if precision is None:
+        return PRECISIONS[0]
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+    return precision
+
+
+def check_out(out: Any, shape: tuple[int, ...], inputs: dict[str, Any]) -> None:
+    """Raise ValueError unless `out` has the result's shape, can be written and shares no memory with an input."""
+    if out.shape != shape:
+        raise ValueError(f"out must have shape {shape}, got {out.shape}")
+    if not getattr(out.flags, "writeable", True):
+        raise ValueError("out must be writable, got a read-only array")
+    if out.size and any(stride == 0 and extent > 1 for stride, extent in zip(out.strides, out.shape, strict=True)):
+        raise ValueError(f"out must have its own memory for every element, got strides {out.strides}")
+    for role, array in inputs.items():
+        if array is not None and _overlap(out, array):
+            raise ValueError(f"out must not overlap an input, and it shares memory with {role}")
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Solve whether two strided arrays share a byte; a question too hard for a quick answer counts as yes."""
+    if not a.size or not b.size:
+        return False
+    a, b = _Addresses(a), _Addresses(b)
+    max_work: Any = 10_000  # NumPy's annotation allows only the special values 0 and -1
+    try:
+        return np.shares_memory(np.asarray(a), np.asarray(b), max_work=max_work)
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    """Presents the addresses of an array, GPU memory included, as NumPy bytes; they are compared and never read."""
+
+    def __init__(self, array: Any):
+        # A view of the leading axes only would lose the itemsize, so each element is a void of that many bytes.
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address(array), True),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.dtype.itemsize}",
+        }

@@ -1,0 +1,241 @@
+"""Validation: the arguments of a call become one `Geometry`, or an error that names the argument.
+
+This is the one place where parameters are normalised, shapes computed and shape errors raised. Everything behind it
+(planning, kernels, the NumPy backend) sees only the 3-D form: 1-D and 2-D problems have leading axes of extent 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Ints = tuple[int, ...]
+Pairs = tuple[tuple[int, int], ...]
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A transposed convolution in 3-D form; all extents are in elements, axes in the order D, H, W.
+
+    Attributes
+    ----------
+    rank : int
+        Spatial axes of the call (1, 2 or 3); the leading ``3 - rank`` axes have extent 1.
+    batched : bool
+        False for an unbatched call, whose result is unbatched too (then ``n == 1``).
+    n, c_in, c_out, groups : int
+        Batch, channels of x, channels of the result, groups.
+    x_extent, kernel, stride, dilation, pad_before, pad_after, output_padding, out_extent : tuple of 3 int
+        One value a spatial axis.
+    """
+
+    rank: int
+    batched: bool
+    n: int
+    c_in: int
+    c_out: int
+    groups: int
+    x_extent: Triple
+    kernel: Triple
+    stride: Triple
+    dilation: Triple
+    pad_before: Triple
+    pad_after: Triple
+    output_padding: Triple
+    out_extent: Triple
+
+    @property
+    def c_in_per_group(self) -> int:
+        return self.c_in // self.groups
+
+    @property
+    def c_out_per_group(self) -> int:
+        return self.c_out // self.groups
+
+    @property
+    def out_shape(self) -> Ints:
+        """Shape of the result as the caller sees it."""
+        spatial = self.out_extent[3 - self.rank :]
+        return (self.n, self.c_out, *spatial) if self.batched else (self.c_out, *spatial)
+
+    @property
+    def taps(self) -> int:
+        return self.kernel[0] * self.kernel[1] * self.kernel[2]
+
+
+def normalise(
+    rank: int,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    groups: Any,
+    dilation: Any,
+    output_size: Any,
+) -> tuple[Ints, Pairs, Ints, int, Ints, Ints | None]:
+    """Turn the parameters of a call into tuples with one entry a spatial axis, checking their types and signs."""
+    return (
+        _one_an_axis("stride", stride, rank, minimum=1),
+        _pairs_an_axis(padding, rank),
+        _one_an_axis("output_padding", output_padding, rank, minimum=0),
+        _integer("groups", groups, minimum=1),
+        _one_an_axis("dilation", dilation, rank, minimum=1),
+        None if output_size is None else _one_an_axis("output_size", output_size, rank, minimum=1),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def make_geometry(
+    rank: int,
+    x_shape: Ints,
+    weight_shape: Ints,
+    bias_shape: Ints | None,
+    stride: Ints,
+    padding: Pairs,
+    output_padding: Ints,
+    groups: int,
+    dilation: Ints,
+    output_size: Ints | None,
+) -> Geometry:
+    """Build the `Geometry` of a call from shapes and normalised parameters.
+
+    Raises
+    ------
+    ValueError
+        If a shape or a parameter does not fit; the message names the argument, what came and what is required.
+    """
+    axes = "DHW"[3 - rank :]
+    if len(x_shape) not in (rank + 1, rank + 2):
+        raise ValueError(
+            f"x must have {rank + 2} axes (N, C_in, {', '.join(axes)}) or {rank + 1} without N, got shape {x_shape}"
+        )
+    if len(weight_shape) != rank + 2:
+        raise ValueError(
+            f"weight must have {rank + 2} axes (C_in, C_out/groups, {', '.join('k' + a for a in axes)}), "
+            f"got shape {weight_shape}"
+        )
+    batched = len(x_shape) == rank + 2
+    n, c_in, *extent = x_shape if batched else (1, *x_shape)
+    kernel = weight_shape[2:]
+    if weight_shape[0] != c_in:
+        raise ValueError(f"weight must have C_in = {c_in} (x's channels) as its first extent, got shape {weight_shape}")
+    if c_in < 1 or c_in % groups:
+        raise ValueError(f"groups must divide the channels of x, got groups={groups} with C_in={c_in}")
+    if min(weight_shape[1:]) < 1:
+        raise ValueError(f"weight must have no empty axis, got shape {weight_shape}")
+    if min(extent) < 1:
+        raise ValueError(f"x must have spatial extents of at least 1, got shape {x_shape}")
+    c_out = weight_shape[1] * groups
+    if bias_shape is not None and bias_shape != (c_out,):
+        raise ValueError(f"bias must have shape (C_out,) = ({c_out},), got shape {bias_shape}")
+
+    if output_size is not None:
+        if any(output_padding):
+            raise ValueError(
+                f"output_padding must be 0 when output_size is given, since output_size chooses it, "
+                f"got output_padding={output_padding}"
+            )
+        output_padding = _padding_for_size(extent, kernel, stride, padding, dilation, output_size)
+    for p, s, d in zip(output_padding, stride, dilation, strict=True):
+        if p >= max(s, d):
+            raise ValueError(
+                f"output_padding must be smaller than max(stride, dilation) on every axis, "
+                f"got output_padding={output_padding} with stride={stride}, dilation={dilation}"
+            )
+    out = tuple(
+        _out_extent(*axis) for axis in zip(extent, kernel, stride, padding, dilation, output_padding, strict=True)
+    )
+    if min(out) < 1:
+        raise ValueError(
+            f"the output extents must be at least 1, got {out}: x of extents {tuple(extent)} with kernel={kernel}, "
+            f"stride={stride}, padding={padding}, dilation={dilation}, output_padding={output_padding}"
+        )
+
+    def lead(values: Sequence[int], fill: int) -> Triple:
+        return (*(fill,) * (3 - rank), *values)  # type: ignore[return-value]
+
+    return Geometry(
+        rank=rank,
+        batched=batched,
+        n=n,
+        c_in=c_in,
+        c_out=c_out,
+        groups=groups,
+        x_extent=lead(extent, 1),
+        kernel=lead(kernel, 1),
+        stride=lead(stride, 1),
+        dilation=lead(dilation, 1),
+        pad_before=lead([before for before, _ in padding], 0),
+        pad_after=lead([after for _, after in padding], 0),
+        output_padding=lead(output_padding, 0),
+        out_extent=lead(out, 1),
+    )
+
+
+def _out_extent(extent: int, kernel: int, stride: int, padding: tuple[int, int], dilation: int, extra: int) -> int:
+    return (extent - 1) * stride - sum(padding) + dilation * (kernel - 1) + extra + 1
+
+
+def _padding_for_size(
+    extent: Sequence[int], kernel: Ints, stride: Ints, padding: Pairs, dilation: Ints, output_size: Ints
+) -> Ints:
+    smallest = tuple(_out_extent(*axis, 0) for axis in zip(extent, kernel, stride, padding, dilation, strict=True))
+    largest = tuple(o + max(s, d) - 1 for o, s, d in zip(smallest, stride, dilation, strict=True))
+    for low, size, high in zip(smallest, output_size, largest, strict=True):
+        if not low <= size <= high:
+            raise ValueError(
+                f"output_size must lie between {smallest} and {largest} for these parameters, got {output_size}"
+            )
+    return tuple(size - low for size, low in zip(output_size, smallest, strict=True))
+
+
+def shape(name: str, extents: Sequence[Any]) -> Ints:
+    """Turn the shape that a caller wrote into a tuple of int, checking types and signs."""
+    return tuple(_integer(name, extent, minimum=0) for extent in extents)
+
+
+def _integer(name: str, value: Any, minimum: int) -> int:
+    if isinstance(value, bool | np.bool_):  # older NumPy lets its own pass as an index
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value!r}")
+    return number
+
+
+def _one_an_axis(name: str, value: Any, rank: int, minimum: int) -> Ints:
+    if not isinstance(value, Sequence):
+        return (_integer(name, value, minimum),) * rank
+    if isinstance(value, str):
+        raise TypeError(f"{name} must be an integer or one an axis, got {value!r}")
+    if len(value) != rank:
+        raise ValueError(f"{name} must be an integer or {rank} of them, one an axis, got {value!r}")
+    return tuple(_integer(name, v, minimum) for v in value)
+
+
+def _pairs_an_axis(padding: Any, rank: int) -> Pairs:
+    if not isinstance(padding, Sequence):
+        return ((_integer("padding", padding, 0),) * 2,) * rank
+    if isinstance(padding, str):
+        raise TypeError(
+            f"padding must be an integer, one an axis, or one (before, after) pair an axis, got {padding!r}"
+        )
+    if len(padding) != rank:
+        raise ValueError(
+            f"padding must be an integer, {rank} of them (one an axis) or {rank} (before, after) pairs, got {padding!r}"
+        )
+    pairs = []
+    for p in padding:
+        before_after = p if isinstance(p, Sequence) else (p, p)
+        if isinstance(p, str) or len(before_after) != 2:
+            raise ValueError(f"padding must have (before, after) pairs of two integers an axis, got {padding!r}")
+        pairs.append((_integer("padding", before_after[0], 0), _integer("padding", before_after[1], 0)))
+    return tuple(pairs)

@@ -1,0 +1,45 @@
+"""The phase decomposition of one axis: which taps reach which outputs.
+
+With ``o`` an output position, ``r = (o + pad_before) mod stride`` is its *phase*. A tap ``k`` reaches ``o`` only when
+``k * dilation = r (mod stride)``, and then reads the input at ``q - (k * dilation) // stride`` where
+``q = (o + pad_before) // stride``. Within a phase the taps and their offsets are the same for every output, so a phase
+is a dense stride-1 correlation: nothing is tested for divisibility and nothing multiplied by an inserted zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The outputs of one residue on one axis.
+
+    Attributes
+    ----------
+    residue : int
+        ``(o + pad_before) mod stride`` of every output of the phase.
+    taps : tuple of int
+        The kernel positions that reach the phase, ascending; empty for a dead phase, whose outputs are the bias.
+    back : tuple of int
+        For each tap how far back it reads: the input position is ``q - back``.
+    """
+
+    residue: int
+    taps: tuple[int, ...]
+    back: tuple[int, ...]
+
+
+def axis_phases(kernel: int, stride: int, dilation: int) -> tuple[Phase, ...]:
+    """Return the `stride` phases of an axis, in the order of their residues."""
+    by_residue: list[list[int]] = [[] for _ in range(stride)]
+    for tap in range(kernel):
+        by_residue[tap * dilation % stride].append(tap)
+    return tuple(
+        Phase(r, tuple(taps), tuple(k * dilation // stride for k in taps)) for r, taps in enumerate(by_residue)
+    )
+
+
+def phase_outputs(residue: int, stride: int, pad_before: int, out_extent: int) -> range:
+    """Return the output positions of a phase, ascending."""
+    return range((residue - pad_before) % stride, out_extent, stride)
