@@ -1,0 +1,203 @@
+"""Compilation: kernel source + defines -> NVRTC -> cubin -> disk cache -> loaded kernel.
+
+An entry of the cache is keyed by everything that determines it: the text of the source and of all headers, the options
+and NVRTC's version. Its file is named by a digest of its content, so that a truncated or foreign file is noticed and
+rebuilt, never loaded. Writes are atomic (temporary file, rename): processes may race, and both end with a whole entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuconvt.errors import CompileError, MissingDependencyError
+
+Defines = Iterable[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel: the machine code (or PTX, for a GPU newer than NVRTC) and the compiler's log."""
+
+    code: bytes
+    log: str
+
+
+def kernel_folder() -> Path:
+    """Return the folder of the kernel sources: inside the installed package, or beside it in a source checkout."""
+    package = Path(__file__).parent
+    installed = package / "kernels"
+    return installed if installed.is_dir() else package.parent / "kernels"
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled kernels: $CUCONVT_CACHE_DIR, else cuconvt in the user's cache folder."""
+    chosen = os.environ.get("CUCONVT_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    # expanduser leaves "~" alone where nothing says what the home folder is; a relative folder then serves.
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "cuconvt"
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Return NVRTC's (major, minor) version.
+
+    Raises
+    ------
+    MissingDependencyError
+        If CuPy is not installed or finds no NVRTC.
+    """
+    major, minor = _nvrtc().getVersion()
+    return major, minor
+
+
+def architecture(compute_capability: int) -> str:
+    """Return the -arch value for a GPU, say "sm_90": its own, or the nearest that NVRTC knows and the GPU can load."""
+    known = [int(arch) for arch in _nvrtc().getSupportedArchs()]
+    older = [a for a in known if a <= compute_capability]
+    if not older:
+        raise CompileError(
+            f"NVRTC {'.'.join(map(str, nvrtc_version()))} compiles for sm_{min(known)} and newer, "
+            f"and this GPU is sm_{compute_capability}"
+        )
+    # Machine code loads within a major version; for a newer one the driver compiles PTX.
+    kind = "sm" if max(older) // 10 == compute_capability // 10 else "compute"
+    return f"{kind}_{max(older)}"
+
+
+def compile_kernel(source: str, arch: str, defines: Defines = ()) -> Compiled:
+    """Compile a file of the kernel folder, without a cache.
+
+    Parameters
+    ----------
+    source : str
+        Name of the file, say "gather.cu".
+    arch : str
+        "sm_90" and the like for machine code, "compute_90" for PTX.
+    defines : iterable of (str, int)
+        Macros that replace the file's defaults.
+
+    Raises
+    ------
+    CompileError
+        With the kernel's name, the options and NVRTC's log.
+    """
+    nvrtc = _nvrtc()
+    texts = _sources(source)
+    headers = {name: text for name, text in texts.items() if name != source}
+    options = _options(arch, defines)
+    program = nvrtc.createProgram(
+        texts[source], source, [text.encode() for text in headers.values()], [name.encode() for name in headers]
+    )
+    try:
+        nvrtc.compileProgram(program, options)
+        code = nvrtc.getPTX(program) if arch.startswith("compute") else nvrtc.getCUBIN(program)
+        return Compiled(code, nvrtc.getProgramLog(program))
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise CompileError(f"{source} did not compile ({error}) with options {' '.join(options)}\n{log}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def load_kernel(source: str, entry: str, arch: str, defines: tuple[tuple[str, int], ...]) -> Any:
+    """Return the kernel as a ``cupy.RawKernel``, from the cache or compiled now."""
+    import cupy
+
+    return cupy.RawModule(path=str(cached_file(source, arch, defines))).get_function(entry)
+
+
+def cached_file(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> Path:
+    """Return the file that holds the compiled kernel, compiling it if the cache lacks a sound one."""
+    entry = cache_folder() / _key(source, arch, defines)
+    for file in entry.glob("*.bin"):
+        # What cannot be read or is not sound is left alone: removing it might hit the file that another process has
+        # just put in its place.
+        with contextlib.suppress(OSError):
+            if file.stem == _digest(file.read_bytes()):
+                return file
+    code = compile_kernel(source, arch, defines).code
+    try:
+        return _write(entry, code)
+    except OSError as error:
+        _warn_once(str(cache_folder()), error.strerror or type(error).__name__)
+        return _write(Path(_session_folder().name) / entry.name, code)
+
+
+def _options(arch: str, defines: Defines) -> tuple[str, ...]:
+    # -ftz stays false (NVRTC's default): denormals are kept.
+    return (
+        f"-arch={arch}",
+        "-std=c++17",
+        "--ptxas-options=-v",
+        *(f"-D{name}={value}" for name, value in defines),
+    )
+
+
+def _sources(source: str) -> Mapping[str, str]:
+    """Return the texts of a kernel and of all headers by name."""
+    folder = kernel_folder()
+    return {file.name: file.read_text() for file in (folder / source, *sorted(folder.glob("*.cuh")))}
+
+
+def _key(source: str, arch: str, defines: Defines) -> str:
+    parts = [str(nvrtc_version()), *_options(arch, defines)]
+    for name, text in _sources(source).items():
+        parts += [name, text]
+    return f"{Path(source).stem}-{arch}-{_digest(repr(parts).encode())}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _write(entry: Path, code: bytes) -> Path:
+    entry.mkdir(parents=True, exist_ok=True)
+    file = entry / f"{_digest(code)}.bin"
+    handle, temporary = tempfile.mkstemp(dir=entry)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(code)
+        os.replace(temporary, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return file
+
+
+@functools.cache
+def _session_folder() -> tempfile.TemporaryDirectory[str]:
+    """Where compiled kernels live for this process when the cache cannot be written."""
+    return tempfile.TemporaryDirectory(prefix="cuconvt-")
+
+
+@functools.cache
+def _warn_once(folder: str, problem: str) -> None:
+    warnings.warn(
+        f"compiled kernels cannot be kept in {folder} ({problem}) and will be compiled again by the next process; "
+        f"set CUCONVT_CACHE_DIR to a folder that can be written",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()  # CuPy looks for the library at the first call
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MissingDependencyError(
+            f"compiling a kernel needs CuPy with NVRTC: pip install 'cuconvt[cuda12x]' (or 'cuconvt[cuda13x]'); {error}"
+        ) from error
+    return nvrtc

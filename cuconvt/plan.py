@@ -1,0 +1,216 @@
+"""Planning: which kernel runs a problem, with which tile and launch. Pure functions, testable without a GPU.
+
+Every kernel family proposes a `Plan` with its estimated cost or refuses with a reason. The cheapest proposal wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cuconvt.arrays import address
+from cuconvt.geometry import Geometry
+
+Ints = tuple[int, ...]
+AXES = "DHW"
+DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # the kernels' DTYPE
+MAX_GRID = 2**31 - 1
+INDEX_LIMIT = 2**31  # from here on kernels compute indices in 64 bits
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan needs to know of a GPU.
+
+    Attributes
+    ----------
+    compute_capability : int
+        Ten times the major version plus the minor one: 90 for an H100 or H200.
+    multiprocessors : int
+    shared_bytes : int
+        Largest shared memory of one block, in bytes, when the kernel opts in.
+    """
+
+    compute_capability: int
+    multiprocessors: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Strides in elements, in 3-D form: N, channels, D, H, W (of the weight: C_in, C_out/groups, kD, kH, kW)."""
+
+    x: Ints
+    weight: Ints
+    bias: int | None
+    out: Ints
+    x_aligned: bool = True  # whether x starts on a 16-byte boundary
+    out_aligned: bool = True
+
+    @classmethod
+    def of(cls, x: Any, weight: Any, bias: Any, out: Any) -> Layout:
+        """Read the layout off the arrays of a call, in 3-D form."""
+        size = x.itemsize
+        for role, array in (("x", x), ("weight", weight), ("bias", bias), ("out", out)):
+            if array is not None and any(stride % size for stride in array.strides):
+                raise ValueError(f"{role} must have strides of whole elements of {size} bytes, got {array.strides}")
+        return cls(
+            x=tuple(stride // size for stride in x.strides),
+            weight=tuple(stride // size for stride in weight.strides),
+            bias=None if bias is None else bias.strides[0] // size,
+            out=tuple(stride // size for stride in out.strides),
+            x_aligned=address(x) % 16 == 0,
+            out_aligned=address(out) % 16 == 0,
+        )
+
+    @property
+    def x_channels_last(self) -> bool:
+        return _channels_fastest(self.x)
+
+    @property
+    def out_channels_last(self) -> bool:
+        return _channels_fastest(self.out)
+
+
+def _channels_fastest(strides: Ints) -> bool:
+    return abs(strides[1]) == 1 and abs(strides[4]) != 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kernel launch.
+
+    Attributes
+    ----------
+    kernel : str
+        Name of the family, of its file (``kernels/<kernel>.cu``) and of the entry point.
+    defines : tuple of (str, int)
+        The macros that select the specialisation. They hold neither N nor extents, so these never recompile.
+    grid, block : int
+        Blocks of the launch and threads of a block; both are one-dimensional.
+    shared_bytes : int
+        Dynamic shared memory of a block, in bytes.
+    problem : tuple of int
+        The run-time parameters, in the order of ``struct Problem`` in ``kernels/common.cuh``.
+    cost : float
+        Estimated clocks of one multiprocessor for the whole launch; good for comparing proposals only.
+    packed_words, packed_a_thread : int
+        Size of the repacked weights in 4-byte words, and how many one thread of ``<kernel>_pack`` writes; 0 when the
+        kernel reads the weights as they are.
+    refused : tuple of str
+        The families that were not chosen, each with its reason.
+    """
+
+    kernel: str
+    defines: tuple[tuple[str, int], ...]
+    grid: int
+    block: int
+    shared_bytes: int
+    problem: Ints
+    cost: float
+    packed_words: int = 0
+    packed_a_thread: int = 1
+    refused: tuple[str, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        defines = " ".join(f"{name}={value}" for name, value in self.defines)
+        packed = f", repacked weights {4 * self.packed_words} B" if self.packed_words else ""
+        lines = [
+            f"{self.kernel}: grid {self.grid}, block {self.block}, shared {self.shared_bytes} B{packed}, {defines}"
+        ]
+        return "\n  not ".join([*lines, *self.refused])
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a family does not take a problem, in one line."""
+
+    kernel: str
+    reason: str
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Plan:
+    """Choose the cheapest kernel for a problem.
+
+    Raises
+    ------
+    ValueError
+        If no kernel can launch the problem; the message lists every refusal.
+    """
+    from cuconvt.plan_gather import plan_gather
+
+    proposals = [family(geometry, dtype, layout, precision, device) for family in (plan_gather,)]
+    plans = sorted((p for p in proposals if isinstance(p, Plan)), key=lambda plan: plan.cost)
+    refused = [f"{p.kernel}: {p.reason}" for p in proposals if isinstance(p, Refusal)]
+    if not plans:
+        raise ValueError(f"no kernel can run {geometry}: {'; '.join(refused)}")
+    best, *others = plans
+    refused += [f"{p.kernel}: cost {p.cost:.3g} against {best.cost:.3g}" for p in others]
+    plan = Plan(**{**best.__dict__, "refused": tuple(refused)})
+    if "plan" in os.environ.get("CUCONVT_DEBUG", "").split(","):
+        print(f"cuconvt plan for {geometry} {dtype} {precision or ''}\n  {plan}", file=sys.stderr)
+    return plan
+
+
+def positions(geometry: Geometry, axis: int) -> int:
+    """Return how many positions q (outputs of a phase) an axis has: from pad_before // stride to the last output's."""
+    first = geometry.pad_before[axis] // geometry.stride[axis]
+    last = (geometry.out_extent[axis] - 1 + geometry.pad_before[axis]) // geometry.stride[axis]
+    return last - first + 1
+
+
+def span(extents: Ints, strides: Ints) -> int:
+    """Return the largest distance, in elements, between an array's first element and any other."""
+    return sum((extent - 1) * abs(stride) for extent, stride in zip(extents, strides, strict=True))
+
+
+def needs_64_bits(geometry: Geometry, layout: Layout, box: Ints) -> bool:
+    """Return whether an offset into an array, or a position that a kernel computes, may reach 2**31."""
+    g = geometry
+    spans = (
+        span((g.n, g.c_in, *g.x_extent), layout.x),
+        span((g.c_in, g.c_out_per_group, *g.kernel), layout.weight),
+        span((g.n, g.c_out, *g.out_extent), layout.out),
+    )
+    # Positions are computed up to a whole box beyond the last output, before they are compared with the extent.
+    reached = (o + p + s * 2 * b for o, p, s, b in zip(g.out_extent, g.pad_before, g.stride, box, strict=True))
+    return max(*spans, *reached, *g.x_extent) >= INDEX_LIMIT
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def at_residue(least: int, residue: int, modulus: int) -> int:
+    """Return the smallest number that is at least `least` and `residue` modulo `modulus`."""
+    return least + (residue - least) % modulus
+
+
+def problem_parameters(
+    geometry: Geometry, layout: Layout, tiles: Ints, x_vector: bool = False, out_vector: bool = False
+) -> Ints:
+    """Return ``struct Problem`` of kernels/common.cuh as a flat tuple."""
+    g = geometry
+    return (
+        *(g.n, g.groups, g.c_in_per_group, g.c_out_per_group),
+        *g.x_extent,
+        *g.out_extent,
+        *g.pad_before,
+        *layout.x,
+        *layout.weight,
+        layout.bias or 0,
+        *layout.out,
+        *tiles,
+        *(int(x_vector), int(out_vector)),
+    )
+
+
+def problem_struct(plan: Plan) -> np.ndarray:
+    """Return the plan's run-time parameters as one value, which a kernel takes as its ``Problem``."""
+    return np.array(plan.problem, np.int64).view(f"V{8 * len(plan.problem)}")

@@ -1,0 +1,104 @@
+// What every kernel shares: element types with their conversions, the arithmetic of phases, launch parameters.
+// No CUDA header is included, so that a specialisation compiles in a fraction of a second and on any host.
+#pragma once
+
+#include "ptx.cuh"
+
+// ---- element types -------------------------------------------------------------------------------------------------
+
+#define FLOAT16 0
+#define BFLOAT16 1
+#define FLOAT32 2
+#define FLOAT64 3
+
+struct Half {
+    unsigned short bits;
+};
+
+struct BFloat16 {
+    unsigned short bits;
+};
+
+// Stored type and the type that products are accumulated in.
+template <int TYPE> struct Element;
+template <> struct Element<FLOAT16> { typedef Half Stored; typedef float Accumulator; };
+template <> struct Element<BFLOAT16> { typedef BFloat16 Stored; typedef float Accumulator; };
+template <> struct Element<FLOAT32> { typedef float Stored; typedef float Accumulator; };
+template <> struct Element<FLOAT64> { typedef double Stored; typedef double Accumulator; };
+
+__device__ __forceinline__ float widen(Half value) { return half_bits_to_float(value.bits); }
+__device__ __forceinline__ float widen(BFloat16 value) { return __uint_as_float((unsigned)value.bits << 16); }
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ double widen(double value) { return value; }
+
+__device__ __forceinline__ void narrow(float value, Half& to) { to.bits = float_to_half_bits(value); }
+__device__ __forceinline__ void narrow(float value, float& to) { to = value; }
+__device__ __forceinline__ void narrow(double value, double& to) { to = value; }
+__device__ __forceinline__ void narrow(float value, BFloat16& to) {
+    // Round to nearest even in integers: the conversion instruction needs sm_80. A NaN stays a (quiet) NaN.
+    const unsigned bits = __float_as_uint(value);
+    const unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    to.bits = (unsigned short)(value != value ? (bits >> 16) | 0x40u : rounded);
+}
+
+// N consecutive values, moved by one instruction where they are 16 bytes.
+template <class T, int N> struct alignas(sizeof(T) * N) Pack {
+    T value[N];
+};
+
+// ---- small arithmetic ----------------------------------------------------------------------------------------------
+
+__host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+// The smallest value >= `least` that is `residue` modulo `modulus`.
+__host__ __device__ constexpr int at_residue(int least, int residue, int modulus) {
+    return least + ((residue - least) % modulus + modulus) % modulus;
+}
+
+// ---- phases --------------------------------------------------------------------------------------------------------
+
+// The taps of one axis. With r the phase, tap k reaches it when k * DILATION = r (mod STRIDE), and then reads the input
+// at q - back(k). The taps of a phase are `STEP` apart, and each next one reads `HOP` further back.
+template <int KERNEL, int STRIDE, int DILATION> struct Axis {
+    static constexpr int GCD = gcd(STRIDE, DILATION);
+    static constexpr int STEP = STRIDE / GCD;
+    static constexpr int HOP = DILATION / GCD;
+    static constexpr int MAX_TAPS = ceil_div(KERNEL, STEP);  // of one phase
+    static constexpr int REACH = (KERNEL - 1) * DILATION / STRIDE;  // furthest back of all taps
+
+    __host__ __device__ static constexpr int phase_of(int tap) { return tap * DILATION % STRIDE; }
+    __host__ __device__ static constexpr int back(int tap) { return tap * DILATION / STRIDE; }
+};
+
+// The taps of the phase a block works on: first, first + STEP, ... ; `count` is 0 for a dead phase.
+template <class A, int KERNEL> struct PhaseTaps {
+    int first, count;
+
+    __device__ __forceinline__ explicit PhaseTaps(int phase) : first(0), count(0) {
+        for (int tap = 0; tap < A::STEP && tap < KERNEL; ++tap) {
+            if (A::phase_of(tap) == phase) {
+                first = tap;
+                count = (KERNEL - tap + A::STEP - 1) / A::STEP;
+            }
+        }
+    }
+
+    __device__ __forceinline__ int tap(int j) const { return first + j * A::STEP; }
+};
+
+// ---- launch parameters ---------------------------------------------------------------------------------------------
+
+// Strides count elements and follow the axes of each array as the caller has it, in 3-D form.
+struct Problem {
+    long long n, groups, c_in, c_out;  // channels per group
+    long long x_extent[3], out_extent[3], pad[3];
+    long long x_stride[5];       // N, C_in, D, H, W
+    long long weight_stride[5];  // C_in, C_out / groups, kD, kH, kW
+    long long bias_stride;
+    long long out_stride[5];  // N, C_out, D, H, W
+    long long tiles[4];    // along D, H, W (in positions q of a phase) and along the channels of a group
+    long long x_vector;    // whether x may be read 16 bytes at a time (8 bytes for rows of 16-bit elements)
+    long long out_vector;  // whether four channels of the result may be written at a time
+};

@@ -1,0 +1,343 @@
+"""The CUDA backend with CuPy arrays, against float64 references."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+from fixed_cases import FIXED, SPECIAL
+from gpu_tools import delay, plane_of, to_gpu
+from harness import call, check, is_channels_last, to_numpy
+from hypothesis import given, seed, settings
+from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, Specialisation, case, place, problems
+
+import cuconvt
+
+pytestmark = pytest.mark.gpu
+
+GENERAL_LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "channels_last")
+PRECISIONS = (None, "ieee", "tf32x3", "tf32")
+LONGEST = {1: (900,), 2: (40, 40), 3: (12, 12, 12)}  # beyond one thread block on every axis
+
+
+@pytest.fixture
+def cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+def specialisation(index: int) -> tuple[Specialisation, str, str | None]:
+    """Draw what a kernel is compiled for; dtype and rank rotate, so that every pair of them comes equally often."""
+    choose = random.Random(index)
+    dtype = tuple(DTYPES)[index % 4]
+    rank = 1 + index // 4 % 3
+    depthwise = choose.random() < 0.15
+    channels = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 65)
+    spec = Specialisation(
+        kernel=tuple(choose.randint(1, 7) for _ in range(rank)),
+        stride=tuple(choose.randint(1, 4) for _ in range(rank)),
+        dilation=tuple(choose.randint(1, 4) for _ in range(rank)),
+        c_in_per_group=1 if depthwise else choose.choice(channels),
+        c_out_per_group=choose.randint(1, 2) if depthwise else choose.choice(channels),
+        # Channels-last arrays have kernels of their own: each specialisation takes one side, to compile half as much.
+        x_layouts=("channels_last",) if choose.random() < 0.4 else GENERAL_LAYOUTS,
+        out_layouts=("channels_last",) if choose.random() < 0.4 else GENERAL_LAYOUTS[:-1],
+    )
+    return spec, dtype, choose.choice(PRECISIONS) if dtype == "float32" else None
+
+
+@pytest.mark.parametrize("index", range(60))
+def test_any_problem(cupy: Any, index: int) -> None:
+    spec, dtype, precision = specialisation(index)
+    longest = LONGEST[len(spec.kernel)]
+
+    # A kernel serves all the problems of its specialisation, which is therefore compiled once and used many times.
+    @seed(index)
+    @settings(max_examples=max(settings().max_examples // 40, 2), derandomize=False, database=None)
+    @given(problem=problems(spec, longest, longest_w=longest[0] + 28, budget=5))
+    def every_problem(problem: Problem) -> None:
+        check(problem, dtype, cupy, precision)
+
+    every_problem()
+
+
+@pytest.mark.parametrize("index", range(len(FIXED)), ids=list(FIXED))
+def test_fixed_case(cupy: Any, index: int) -> None:
+    problem = list(FIXED.values())[index]
+    check(problem, "float32", cupy)
+    check(problem, ("float16", "bfloat16", "float64")[index % 3], cupy)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["kb70", "kb72", "kb73", "kb77"])
+def test_precision(cupy: Any, name: str, precision: str | None) -> None:
+    check(FIXED[name], "float32", cupy, precision)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_of_x(cupy: Any, layout: str, dtype: str) -> None:
+    check(dataclasses.replace(FIXED["kb73"], x_layout=layout), dtype, cupy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", OUT_LAYOUTS)
+def test_layout_of_out(cupy: Any, layout: str, dtype: str) -> None:
+    check(dataclasses.replace(FIXED["kb73"], out_layout=layout), dtype, cupy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_tiles_on_every_axis(cupy: Any, dtype: str) -> None:
+    check(case((2, 33, 19, 21, 37), 35, 3, stride=2, padding=1, has_bias=True), dtype, cupy)
+
+
+def test_a_long_sum(cupy: Any) -> None:
+    problem = case((1, 512, 7, 9), 16, 5, stride=2, has_bias=True)
+    for dtype in DTYPES:
+        check(problem, dtype, cupy)
+
+
+def test_a_long_sum_of_one_sign(cupy: Any) -> None:
+    problem = case((1, 512, 7, 9), 16, 5, stride=2)
+    x, weight, _ = (None if a is None else np.abs(a) for a in problem.arrays(DTYPES["float32"]))
+    y = call(problem, to_gpu(x), to_gpu(weight))
+    reference.Expected(problem, x, weight, None).assert_close(to_numpy(y))
+
+
+# Special values.
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_values_land_where_the_definition_puts_them(cupy: Any, name: str, precision: str | None) -> None:
+    problem = SPECIAL[name]
+    x, weight, bias = problem.arrays(DTYPES["float32"])
+    x.flat[[0, x.size // 3, x.size // 2, -1]] = np.inf, np.nan, -np.inf, np.inf
+    with np.errstate(invalid="ignore"):
+        expected = reference.direct(problem, x, weight, bias)
+    got = to_numpy(call(problem, to_gpu(x), to_gpu(weight), to_gpu(bias), precision=precision))
+    for test in (np.isnan, np.isposinf, np.isneginf):
+        assert np.array_equal(test(got), test(expected)), test.__name__
+
+
+def test_ieee_keeps_denormals(cupy: Any) -> None:
+    problem = case((1, 1, 4, 5, 6), 1, 1)
+    x, weight, _ = problem.arrays(DTYPES["float32"])
+    x, weight = x * np.float32(1e-25), weight * np.float32(1e-15)
+    expected = x * weight
+    assert 0 < np.abs(expected).max() < np.finfo(np.float32).tiny
+    y = call(problem, to_gpu(x), to_gpu(weight), precision="ieee")
+    assert np.array_equal(to_numpy(y), expected)
+
+
+def test_float16_overflows_to_infinity(cupy: Any) -> None:
+    x, weight = np.full((1, 2, 3), 300, np.float16), np.full((2, 1, 1), 200, np.float16)
+    assert np.isposinf(to_numpy(cuconvt.conv_transpose1d(to_gpu(x), to_gpu(weight)))).all()
+    # Only the result is rounded: a sum that leaves float16's range on the way and returns is exact.
+    weight[1] = -199
+    assert (to_numpy(cuconvt.conv_transpose1d(to_gpu(x), to_gpu(weight))) == 300).all()
+
+
+# Memory, layout, streams and devices.
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_empty_batch(cupy: Any, rank: int) -> None:
+    problem = case((0, 4, *(5,) * rank), 6, 3, stride=2, padding=1, has_bias=True)
+    y = call(problem, *map(to_gpu, problem.arrays(DTYPES["float16"])))
+    assert type(y) is cupy.ndarray
+    assert (y.shape, y.dtype) == ((0, 6, *(9,) * rank), np.float16)
+
+
+def test_channels_last_results(cupy: Any) -> None:
+    problem = FIXED["kb77"]
+    x, weight, _ = problem.arrays(DTYPES["float32"])
+    contiguous = call(problem, to_gpu(x), to_gpu(weight))
+    channels_last = call(problem, place(x, problem.rank, "channels_last", cupy)[0], to_gpu(weight))
+    assert contiguous.flags.c_contiguous
+    assert is_channels_last(channels_last, problem.rank)
+    assert not channels_last.flags.c_contiguous
+    assert cupy.allclose(contiguous, channels_last, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pointer_off_by_one_element(cupy: Any, dtype: str) -> None:
+    problem = case((2, 8, 4, 8, 16), 8, 3, stride=2, padding=1, has_bias=True)
+    misaligned = dict.fromkeys(("x_layout", "weight_layout", "out_layout"), "misaligned")
+    check(dataclasses.replace(problem, **misaligned), dtype, cupy)
+
+
+def test_out_overlap_is_refused(cupy: Any) -> None:
+    buffer = cupy.full((1, 2, 6, 12), cupy.nan, np.float32)
+    weight = cupy.ones((2, 2, 1, 1), np.float32)
+    with pytest.raises(ValueError, match="out must not overlap an input, and it shares memory with x"):
+        cuconvt.conv_transpose2d(buffer, weight, out=buffer)
+    with pytest.raises(ValueError, match="out must not overlap an input, and it shares memory with x"):
+        cuconvt.conv_transpose2d(buffer[..., :8], weight, out=buffer[..., 4:])
+    assert cupy.isnan(buffer).all()
+    buffer[..., ::2] = 1
+    y = cuconvt.conv_transpose2d(buffer[..., ::2], weight, out=buffer[..., 1::2])
+    assert (y == 2).all()
+    assert (buffer[..., ::2] == 1).all()
+
+
+def test_numpy_and_cupy_do_not_mix(cupy: Any) -> None:
+    x, weight = np.ones((1, 2, 5), np.float32), np.ones((2, 3, 3), np.float32)
+    with pytest.raises(TypeError, match="weight must be an array of the same library as x, got numpy and cupy"):
+        cuconvt.conv_transpose1d(to_gpu(x), weight)
+    with pytest.raises(TypeError, match="out must be an array of the same library as x, got cupy and numpy"):
+        cuconvt.conv_transpose1d(x, weight, out=cupy.empty((1, 3, 7), np.float32))
+
+
+def test_cupy_errors_write_nothing(cupy: Any) -> None:
+    x, weight = cupy.ones((1, 2, 5), np.float32), cupy.ones((2, 3, 3), np.float32)
+    out = cupy.full((1, 3, 7), cupy.nan, np.float32)
+    for changes, error in (
+        ({"stride": 0}, ValueError),
+        ({"precision": "double"}, ValueError),
+        ({"padding": 1}, ValueError),
+        ({"bias": cupy.ones(3, np.float64)}, TypeError),
+        ({"weight": weight.astype(np.int32)}, TypeError),
+    ):
+        with pytest.raises(error):
+            cuconvt.conv_transpose1d(**{"x": x, "weight": weight, "out": out, **changes})
+    assert cupy.isnan(out).all()
+
+
+def test_side_stream_is_followed_and_never_waited_for(cupy: Any) -> None:
+    problem = FIXED["kb73"]
+    values = problem.arrays(DTYPES["float32"])
+    expected = reference.Expected(problem, *values)
+    source, weight = to_gpu(values[0]), to_gpu(values[1])
+    call(problem, source, weight)  # compiled and loaded
+    before = cupy.cuda.get_current_stream(), cupy.cuda.Device()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        x = cupy.full_like(source, cupy.nan)
+        out = cupy.full(problem.out_shape, cupy.nan, np.float32)
+        call(problem, source, weight, out=cupy.empty_like(out))
+        stream.synchronize()
+        cupy.cuda.Device().synchronize()
+        waiting = delay()
+        cupy.copyto(x, source)  # after the delay: a kernel on any other stream reads NaN
+        y = call(problem, x, weight)
+        call(problem, x, weight, out=out)
+        assert not waiting.done, "the call waited for the GPU"
+        x.fill(cupy.nan)  # after the calls, on their stream
+        results = to_numpy(y), to_numpy(out)
+        assert cupy.cuda.get_current_stream() == stream
+    stream.synchronize()
+    assert (cupy.cuda.get_current_stream(), cupy.cuda.Device()) == before
+    for result in results:
+        expected.assert_close(result)
+
+
+def test_default_stream_is_never_waited_for(cupy: Any) -> None:
+    problem = FIXED["kb77"]
+    x, weight = map(to_gpu, problem.arrays(DTYPES["float16"])[:2])
+    call(problem, x, weight)
+    cupy.cuda.Device().synchronize()
+    waiting = delay()
+    for _ in range(10):
+        call(problem, x, weight)
+    assert not waiting.done, "the call waited for the GPU"
+    cupy.cuda.Device().synchronize()
+
+
+def test_second_device(cupy: Any) -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    problem = FIXED["kb72"]
+    values = problem.arrays(DTYPES["float32"])
+    with cupy.cuda.Device(1):
+        x, weight = map(to_gpu, values[:2])
+    with cupy.cuda.Device(0):
+        y = call(problem, x, weight)
+        assert cupy.cuda.Device().id == 0
+        with pytest.raises(TypeError, match="weight must be on the same device as x, got cuda:0 and cuda:1"):
+            call(problem, x, to_gpu(values[1]))
+    assert y.device.id == 1
+    with cupy.cuda.Device(1):
+        reference.Expected(problem, *values).assert_close(to_numpy(y))
+
+
+# More than 2**31 elements.
+
+
+def needs_memory(cupy: Any, gib: int) -> None:
+    cupy.get_default_memory_pool().free_all_blocks()
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < gib * 2**30:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, {free / 2**30:.1f} are free")
+
+
+def assert_plane_close(problem: Problem, x: Any, weight: np.ndarray, y: Any, position: int, channel: int) -> None:
+    """Compare y[:, channel, position], of batched and ungrouped arrays, with the problem of this one plane."""
+    part, read = plane_of(dataclasses.replace(problem, c_out_per_group=1), position)
+    expected = reference.Expected(part, to_numpy(x[:, :, read]), weight[:, channel : channel + 1], None)
+    expected.assert_close(to_numpy(y[:, channel : channel + 1, position : position + 1]))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_output_of_more_than_2_to_the_31_elements(cupy: Any, layout: str) -> None:
+    needs_memory(cupy, 20)
+    problem = case((2, 3, 64, 128, 256), 72, 3, stride=2, padding=1, output_padding=1, x_layout=layout)
+    assert np.prod(problem.out_shape) > 2**31
+    values = problem.arrays(DTYPES["float16"])
+    x, _ = place(values[0], problem.rank, layout, cupy)
+    y = call(problem, x, to_gpu(values[1]))
+    assert y.flags.c_contiguous if layout == "contiguous" else is_channels_last(y, problem.rank)
+    for channel in (0, 35, 71):
+        for position in (0, 1, 63, 126, 127):
+            assert_plane_close(problem, x, values[1], y, position, channel)
+    y.fill(cupy.nan)
+    call(problem, x, to_gpu(values[1]), out=y)
+    assert not any(cupy.isnan(y[:, channel]).any() for channel in range(72))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_input_of_more_than_2_to_the_31_elements(cupy: Any, layout: str) -> None:
+    needs_memory(cupy, 20)
+    problem = case((1, 40, 1100, 160, 320), 2, (3, 1, 1), padding=(1, 0, 0))
+    assert np.prod(problem.x_shape) > 2**31
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal(problem.weight_shape).astype(np.float16)
+    small = to_gpu(rng.standard_normal((40, 160, 320)).astype(np.float16))
+    if layout == "contiguous":
+        x = cupy.empty(problem.x_shape, np.float16)
+    else:
+        x = cupy.empty((1, *problem.extent, 40), np.float16).transpose(0, 4, 1, 2, 3)
+    for position in range(problem.extent[0]):
+        x[0, :, position] = cupy.roll(small, 7 * position, axis=2)
+    y = call(problem, x, to_gpu(weight))
+    for channel in (0, 1):
+        for position in (0, 1, 550, 1098, 1099):
+            assert_plane_close(problem, x, weight, y, position, channel)
+
+
+def test_axis_of_more_than_2_to_the_31_elements(cupy: Any) -> None:
+    needs_memory(cupy, 20)
+    extent = 2**30 + 37
+    block = 2**22
+    x = cupy.empty((1, 1, extent), np.float16)
+    small = to_gpu(np.random.default_rng(0).standard_normal(block + 1024).astype(np.float16))
+    for number, start in enumerate(range(0, extent, block)):
+        stop = min(start + block, extent)
+        x[0, 0, start:stop] = small[number % 1024 :][: stop - start]
+    weight = np.array([[[0.5, -1.25, 2.0]]], np.float16)
+    y = cuconvt.conv_transpose1d(x, to_gpu(weight), stride=2)
+    assert y.shape == (1, 1, 2 * extent + 1)
+    window = 4096
+    for first in (0, 2**29 - window // 2, extent - window):
+        problem = case((1, 1, window), 1, 3, stride=2)
+        expected = reference.Expected(problem, to_numpy(x[:, :, first : first + window]), weight, None)
+        inner = slice(2 if first else 0, 2 * window - 1 if first < extent - window else None)
+        got = to_numpy(y[:, :, 2 * first : 2 * (first + window) + 1])
+        kept = expected.exact.astype(np.float16)
+        kept[:, :, inner] = got[:, :, inner]  # the window's ends miss the neighbours' share
+        expected.assert_close(kept)
