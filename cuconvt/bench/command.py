@@ -1,0 +1,182 @@
+"""The command ``python -m cuconvt bench``: its options, what it prints and the files that it writes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cuconvt.bench.cases import CASES, DEFAULT_PRECISIONS, LAYOUTS, PRECISIONS, Case, parse_case, unique
+from cuconvt.bench.plot import require_matplotlib, write_plots
+from cuconvt.bench.report import table
+from cuconvt.bench.result import Cell, Result, save
+from cuconvt.errors import MissingDependencyError
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to the subparsers of ``python -m cuconvt``."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure cuconvt on a GPU, beside PyTorch and the hardware's floor",
+        description="Checks every result against float64, then measures time and memory on the current GPU.",
+    )
+    bench.add_argument(
+        "--cases",
+        nargs="+",
+        type=_case,
+        default=list(CASES.values()),
+        metavar="CASE",
+        help=f"names ({', '.join(CASES)}) or parameters, say 8x48x64x64x64:48:k3:s2:p1:op1:g1:d1:bias; default: all",
+    )
+    bench.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(DEFAULT_PRECISIONS), metavar="NAME")
+    bench.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of x and the result")
+    bench.add_argument(
+        "--against", choices=("torch", "none"), help="what to compare with; default: torch where it is installed"
+    )
+    bench.add_argument("--repeat", type=_positive, metavar="N", help="repeats of each call; default: by its duration")
+    bench.add_argument("--seed", type=int, help="of the random inputs; default: a new one each run")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    bench.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write FILE with -roofline and -bars before its suffix"
+    )
+    bench.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print the table and write the files; what was measured is kept if the run is cut short."""
+    try:
+        cases = unique(options.cases)
+    except ValueError as error:
+        sys.exit(f"bench: {error}")
+    for file in (options.json, options.plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            sys.exit(f"bench: there is no folder {file.absolute().parent} to write {file.name} to")
+    try:
+        if options.plot:
+            require_matplotlib()
+        require_gpu()
+        torch_side = _torch_side(options.against)
+    except MissingDependencyError as error:
+        sys.exit(f"bench: {error}")
+
+    from cuconvt.bench.measure import Settings, measure
+
+    settings = Settings(
+        cases=cases,
+        precisions=[PRECISIONS[name] for name in dict.fromkeys(options.precision)],
+        layouts=list(dict.fromkeys(options.layout)),
+        torch_side=torch_side,
+        repeat=options.repeat,
+        seed=secrets.randbits(32) if options.seed is None else options.seed,
+    )
+    results: list[Result] = []
+    try:
+        with progress(settings.cells) as done:
+            measure(settings, results.append, done)
+    finally:
+        for result in results:
+            _hand_over(result, options.json, options.plot)
+    if any(cell.status != "ok" for result in results for cell in result.cells):
+        sys.exit("bench: not every cell is right")
+
+
+def require_gpu() -> None:
+    """Raise MissingDependencyError unless CuPy is installed, sees a GPU, and has cuBLAS."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"measuring needs an NVIDIA GPU and CuPy: pip install 'cuconvt[cuda12x]' (or 'cuconvt[cuda13x]'); {error}"
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise MissingDependencyError(f"measuring needs an NVIDIA GPU, and CuPy finds none: {error}") from error
+    if not count:
+        raise MissingDependencyError("measuring needs an NVIDIA GPU, and the driver lists none")
+    try:
+        _ = cupy.cuda.cublas.gemmEx
+    except ImportError as error:
+        wheel = "nvidia-cublas-cu12" if cupy.cuda.runtime.runtimeGetVersion() < 13000 else "nvidia-cublas"
+        raise MissingDependencyError(
+            f"measuring needs cuBLAS, for the exact results and the ceilings: pip install {wheel}"
+        ) from error
+
+
+def _torch_side(against: str | None) -> ModuleType | None:
+    """Return the module that measures PyTorch, or None where it is not wanted or, unless asked for, not there."""
+    if against == "none" or (against is None and importlib.util.find_spec("torch") is None):
+        return None
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependencyError(f"--against torch needs PyTorch: pip install torch; {error}") from error
+    if not torch.cuda.is_available():
+        if against is None:
+            print("bench: PyTorch sees no GPU; measuring cuconvt alone", file=sys.stderr)
+            return None
+        raise MissingDependencyError("--against torch needs a PyTorch that sees the GPU: https://pytorch.org")
+    from cuconvt.bench import torch_side
+
+    return torch_side
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[Cell], None]]:
+    """Show how many cells are done on stderr: a bar where tqdm is installed, else a line that counts."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield _counter(total)
+        print(file=sys.stderr)
+        return
+    with tqdm(total=total, unit="cell", file=sys.stderr) as bar:
+
+        def advance(cell: Cell) -> None:
+            bar.set_postfix_str(_name(cell), refresh=False)
+            bar.update()
+
+        yield advance
+
+
+def _counter(total: int) -> Callable[[Cell], None]:
+    count = 0
+
+    def advance(cell: Cell) -> None:
+        nonlocal count
+        count += 1
+        print(f"\r{count}/{total} {_name(cell):<60}", end="", file=sys.stderr, flush=True)
+
+    return advance
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.case} {cell.precision} {cell.layout}"
+
+
+def _hand_over(result: Result, json: Path | None, plot: Path | None) -> None:
+    if json:
+        save(result, json)
+    print(table(result))
+    if plot and any(cell.time for cell in result.cells):
+        for file in write_plots(result, plot):
+            print(f"wrote {file}")
+
+
+def _case(text: str) -> Case:
+    try:
+        return parse_case(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)

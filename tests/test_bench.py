@@ -1,0 +1,468 @@
+"""The benchmark: counts, parsing, exact results, tables, JSON and pictures without a GPU; a small run with one."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from bare import link_numpy, run_python
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuconvt
+from cuconvt.__main__ import main
+from cuconvt.bench.cases import CASES, KERNELBENCH_3D, PRECISIONS, Case, landing, parse_case, unique
+from cuconvt.bench.command import progress
+from cuconvt.bench.floats import rounded, widened
+from cuconvt.bench.plot import write_plots
+from cuconvt.bench.reference import compare, exact, make_patches, spans
+from cuconvt.bench.report import BEGIN, END, insert, readme_table, table
+from cuconvt.bench.result import Ceilings, Cell, Mean, Result, Times, load, means, save
+
+ROOT = Path(__file__).parent.parent
+small = st.integers(1, 4)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Draw a possible case of a few thousand multiply-adds."""
+    rank = draw(st.integers(1, 3))
+    axes = [draw(st.tuples(st.integers(1, 5), small, small, st.integers(0, 3), small)) for _ in range(rank)]
+    extent, kernel, stride, padding, dilation = zip(*axes, strict=True)
+    output_padding = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+    # Padding may not cut off everything.
+    full = [(i - 1) * s + d * (k - 1) + 1 for i, k, s, d in zip(extent, kernel, stride, dilation, strict=True)]
+    padding = tuple(min(p, (f + e - 1) // 2) for p, f, e in zip(padding, full, output_padding, strict=True))
+    groups = draw(st.integers(1, 2))
+    x = (draw(small), groups * draw(st.integers(1, 3)), *extent)
+    c_out = groups * draw(st.integers(1, 3))
+    return Case("drawn", x, c_out, kernel, stride, padding, output_padding, groups, dilation, draw(st.booleans()))
+
+
+def draw_arrays(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    rng = np.random.default_rng(0)
+    bias = rng.standard_normal(case.c_out) if case.bias else None
+    return rng.standard_normal(case.x), rng.standard_normal(case.weight), bias
+
+
+def convolve(case: Case, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    return getattr(cuconvt, f"conv_transpose{case.rank}d")(x, weight, bias, **case.parameters)
+
+
+# Counts
+
+
+@given(cases())
+def test_flops_are_twice_the_multiply_adds_that_land(case: Case) -> None:
+    pairs = 0
+    for i, tap in itertools.product(np.ndindex(*case.x[2:]), np.ndindex(*case.kernel)):
+        reached = np.multiply(i, case.stride) + np.multiply(tap, case.dilation) - case.padding
+        pairs += bool(((reached >= 0) & (reached < case.out[2:])).all())
+    n, c_in = case.x[:2]
+    assert case.flops == 2 * pairs * n * c_in * case.c_out // case.groups
+
+
+@given(cases())
+def test_flops_are_what_a_result_of_ones_adds_up_to(case: Case) -> None:
+    ones = convolve(case, np.ones(case.x), np.ones(case.weight), None)
+    assert ones.shape == case.out
+    assert 2 * ones.sum() == case.flops
+
+
+@given(cases(), st.sampled_from([2, 4, 8]))
+def test_bytes_count_every_array_once(case: Case, itemsize: int) -> None:
+    x, weight, bias = draw_arrays(case)
+    arrays = [x, weight, convolve(case, x, weight, bias), *([] if bias is None else [bias])]
+    assert case.bytes(itemsize) == itemsize * sum(array.size for array in arrays)
+
+
+def test_landing_counts_nothing_outside() -> None:
+    assert landing(i=1, o=1, kernel=1, stride=1, padding=0, dilation=1) == 1
+    assert landing(i=4, o=2, kernel=1, stride=1, padding=1, dilation=1) == 2
+    assert landing(i=2, o=1, kernel=3, stride=4, padding=3, dilation=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "gigaflops"),
+    [
+        ("kb61", (8, 48, 66, 66, 66), 260.92),
+        ("kb77", (16, 64, 33, 65, 65), 26.64),
+        ("depthwise_k4s2", (4, 64, 64, 128, 128), 4.16),
+        ("dcgan2d_k4s2", (128, 128, 32, 32), 32.25),
+        ("hifigan1d_k16s8", (16, 256, 2048), 17.15),
+    ],
+)
+def test_known_cases(name: str, out: tuple[int, ...], gigaflops: float) -> None:
+    assert CASES[name].out == out
+    assert CASES[name].flops / 1e9 == pytest.approx(gigaflops, abs=0.01)
+
+
+def test_only_tiny_is_small() -> None:
+    assert [name for name, case in CASES.items() if case.is_small] == ["tiny"]
+    assert set(KERNELBENCH_3D) < set(CASES)
+
+
+# Parsing
+
+
+def test_names_and_parameters_parse() -> None:
+    assert parse_case("kb72") is CASES["kb72"]
+    text = "8x32x12x24x48:32:k3x5x7:s2:p1x2x3:op1:g4:d1"
+    assert replace(parse_case(text), name="kb72") == CASES["kb72"]
+    assert replace(parse_case("mine=1x16x8x8x8:16:bias:op1:p1:s2:k3"), name="tiny") == CASES["tiny"]
+    assert parse_case("mine=1x2x3:4:k5").name == "mine"
+    assert parse_case("1x2x3:4:k5") == Case("1x2x3:4:k5", (1, 2, 3), 4, (5,), (1,), (0,), (0,), 1, (1,))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kb99", r"must be one of kb58, .*, or \[NAME=\]X:C_OUT"),
+        ("8x48:24:k3", "must be one of"),
+        ("1x2x3x4x5x6:24:k3", "must be one of"),
+        ("1x2x3:four:k3", "must be one of"),
+        ("1x2x3:4", "lacks the kernel"),
+        ("1x2x3:4:k3:z2", "none of k, s, p, op, g, d, bias: 'z2'"),
+        ("1x2x3:4:k", "none of .*: 'k'"),
+        ("1x2x3:4:k3:k3", "gives k twice"),
+        ("1x2x3:4:k3:bias:bias", "gives bias twice"),
+        ("1x2x3:4:k3x3", "one value or 1, one an axis, for k, got 2"),
+        ("1x2x3:4:k3:g3", "groups that divide C_out = 4, got 3"),
+        ("1x2x3:4:k3:g0", "groups that divide C_out = 4, got 0"),
+        ("1x2x3:4:k3:g4", "impossible: groups must divide the channels of x"),
+        ("1x2x3:4:k3:s2:op2", "impossible: output_padding must be smaller"),
+        ("1x2x3:4:k3:p9", "impossible: the output extents must be at least 1"),
+        ("1x2x3:0:k3", "impossible: weight must have no empty axis"),
+        ("0x2x3:4:k3", "extents of at least 1"),
+    ],
+)
+def test_parsing_says_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_case(text)
+
+
+def test_repeated_cases_are_dropped_and_ambiguous_names_refused() -> None:
+    assert unique([CASES["tiny"], CASES["kb58"], CASES["tiny"]]) == [CASES["tiny"], CASES["kb58"]]
+    with pytest.raises(ValueError, match="two cases have the name 'tiny'"):
+        unique([CASES["tiny"], parse_case("tiny=1x2x3:4:k5")])
+
+
+# Exact results
+
+
+@given(cases())
+def test_exact_agrees_with_numpys_backend(case: Case) -> None:
+    x, weight, bias = draw_arrays(case)
+    patches = make_patches(np, case, x, weight, bias)
+    assert [patch.sample for patch in patches] == list(range(case.x[0]))
+    accuracy = compare(np, convolve(case, x, weight, bias), patches)
+    assert accuracy.finite
+    assert accuracy.scaled < PRECISIONS["float64"].tolerance
+
+
+@given(cases(), st.data())
+@settings(max_examples=100)
+def test_exact_of_some_planes_is_that_of_all(case: Case, data: st.DataObject) -> None:
+    x, weight, bias = draw_arrays(case)
+    planes = case.out[2]
+    first = data.draw(st.integers(0, planes - 1))
+    last = data.draw(st.integers(first + 1, planes))
+    whole = exact(np, case, x[0], weight, bias, (0, planes))
+    part = exact(np, case, x[0], weight, bias, (first, last))
+    np.testing.assert_allclose(part, whole[:, first:last], rtol=1e-12, atol=1e-12)
+
+
+def test_large_results_are_compared_at_both_ends_and_in_the_middle() -> None:
+    case = parse_case("4x1x100x10:1:k1")
+    assert spans(case, 4000) == [(sample, (0, 100)) for sample in range(4)]
+    thirds = [(0, 10), (45, 55), (90, 100)]
+    assert spans(case, 600) == [(sample, span) for sample in (0, 3) for span in thirds]
+    assert spans(case, 3999) == [(0, (0, 100)), (3, (0, 100))]
+    assert spans(parse_case("1x1x100x10:1:k1"), 300) == [(0, span) for span in thirds]
+
+
+@pytest.mark.parametrize("value", [1e-6, math.nan, math.inf])
+def test_one_wrong_element_is_found(value: float) -> None:
+    case = parse_case("2x3x4x5:3:k3:s2")
+    x, weight, bias = draw_arrays(case)
+    result = convolve(case, x, weight, bias)
+    patches = make_patches(np, case, x, weight, bias)
+    result[1, 2, -1, -1] += value
+    accuracy = compare(np, result, patches)
+    assert accuracy.scaled > PRECISIONS["float64"].tolerance
+    assert accuracy.error >= value or math.isnan(value)
+    assert accuracy.finite == math.isfinite(value)
+
+
+def test_an_output_without_terms_must_be_exact() -> None:
+    case = parse_case("1x1x2:1:k1:s2:op1")
+    x, weight, _ = draw_arrays(case)
+    result = convolve(case, x, weight, None)
+    patches = make_patches(np, case, x, weight, None)
+    assert compare(np, result, patches).scaled == 0
+    result[0, 0, 1] = 1e-30
+    assert compare(np, result, patches).scaled > 1
+
+
+def test_rounding_is_to_nearest_even() -> None:
+    values = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    halfway = (np.arange(0x3F80, 0x3F90, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
+    for array in (values, halfway):
+        expected = array.astype(ml_dtypes.bfloat16)
+        result = rounded(array, "bfloat16")
+        assert result.dtype == expected.dtype
+        np.testing.assert_array_equal(result.view(np.uint16), expected.view(np.uint16))
+        np.testing.assert_array_equal(widened(result), expected.astype(np.float32))
+    np.testing.assert_array_equal(rounded(values, "float16"), values.astype(np.float16))
+    assert widened(values) is values
+
+
+# Results, tables and pictures
+
+
+def make_result() -> Result:
+    """A run that never was: two cases, two precisions, two layouts, one wrong cell, one without PyTorch."""
+    ceilings = Ceilings(4e12, {"float32": 5e13, "tf32": 3e14, "bfloat16": 7e14})
+    cells = []
+    for name, precision, layout in itertools.product(("kb61", "tiny"), ("tf32x3", "bfloat16"), ("NCDHW", "NDHWC")):
+        case, p = CASES[name], PRECISIONS[precision]
+        moved = case.bytes(p.itemsize)
+        floor = ceilings.floor_ms(case.flops, moved, p.ceiling, p.products)
+        cell = Cell(name, precision, layout, case.flops, moved, floor, kernel="gather", error=1e-6, scaled_error=1e-7)
+        cells.append(
+            replace(
+                cell,
+                time=Times(2 * floor, 1.9 * floor, 2.2 * floor, 20),
+                extra_bytes=1_500_000,
+                host_us=12.5 if case.is_small else None,
+                torch_error=2e-6,
+                torch_times={
+                    "NCDHW": Times(9 * floor, 8 * floor, 10 * floor, 20),
+                    "NDHWC": Times(4 * floor, 3.8 * floor, 4.4 * floor, 20),
+                },
+                torch_extra_bytes=0,
+                torch_host_us=54.0 if case.is_small else None,
+            )
+        )
+    cells[3] = replace(
+        cells[3], status="wrong", problem="largest error", error=math.inf, time=None, torch_times={}, torch_error=None
+    )
+    cells[5] = replace(cells[5], torch_times={}, torch_error=None, torch_problem="NCDHW: not implemented")
+    machine = {
+        "gpu": "Made-up GPU",
+        "torch": "2.11",
+        "commit": "0123456789abcdef",
+        "dirty": True,
+        "date": "2030-01-02T03",
+    }
+    return Result(machine, ceilings, cells)
+
+
+def test_times_are_medians_with_quartiles() -> None:
+    assert Times.of([4.0, 1.0, 2.0, 5.0, 3.0]) == Times(3.0, 2.0, 4.0, 5)
+    assert Times.of([4.0]) == Times(4.0, 4.0, 4.0, 1)
+
+
+def test_floor_is_the_larger_bound() -> None:
+    ceilings = Ceilings(1e12, {"tf32": 1e14})
+    assert ceilings.floor_ms(10**11, 10**10, "tf32", 1) == pytest.approx(10)
+    assert ceilings.floor_ms(10**12, 10**9, "tf32", 3) == pytest.approx(30)
+
+
+def test_figures_follow_from_the_measured_ones() -> None:
+    cell = make_result().cells[0]
+    assert cell.over_floor == pytest.approx(2)
+    assert cell.ratio == pytest.approx(2)
+    assert cell.ratio_band == pytest.approx((3.8 / 2.2, 4.4 / 1.9))
+    assert cell.error_ratio == pytest.approx(0.5)
+    wrong = make_result().cells[3]
+    assert (wrong.over_floor, wrong.ratio, wrong.ratio_band, wrong.error_ratio) == (None,) * 4
+
+
+def test_means_are_geometric_and_by_precision_and_layout() -> None:
+    cells = make_result().cells[:2]
+    faster = replace(cells[0], case="tiny", time=replace(cells[0].time, median=cells[0].time.median / 4))
+    found = means([*cells, faster])
+    assert found["tf32x3", "NCDHW"] == (Mean(pytest.approx(2), 1), Mean(pytest.approx(4), 2))
+    assert found["tf32x3", "NDHWC"] == (Mean(pytest.approx(2), 1), Mean(pytest.approx(2), 1))
+    assert means(make_result().cells[3:4]) == {("bfloat16", "NDHWC"): (None, None)}
+
+
+def test_result_survives_json(tmp_path: Path) -> None:
+    result = make_result()
+    save(result, tmp_path / "result.json")
+    assert load(tmp_path / "result.json") == result
+    content = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
+    assert content["cells"][0]["ratio"] == pytest.approx(2)
+    assert content["geometric_means"][0]["kernelbench_3d"]["cells"] == 1
+
+
+def test_foreign_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"cells": []}')
+    with pytest.raises(ValueError, match=r"other\.json must be a result of"):
+        load(tmp_path / "other.json")
+
+
+def test_table_shows_every_cell_and_no_time_of_a_wrong_one() -> None:
+    lines = table(make_result()).splitlines()
+    assert lines[0] == "Made-up GPU, torch 2.11, commit 0123456789ab with changes, 2030-01-02"
+    rows = [line for line in lines if line.startswith(("kb61 ", "tiny ")) and "gather" in line]
+    assert len(rows) == 8
+    assert [("WRONG" in row) for row in rows] == [False] * 3 + [True] + [False] * 4
+    assert "kb61 bfloat16 NDHWC: largest error" in lines
+    assert "tiny tf32x3 NDHWC: torch: NCDHW: not implemented" in lines
+    assert "tiny tf32x3 NCDHW: host time a call 12.5 us, torch 54.0 us" in lines
+    ends = {row.rindex("1.5") for row in rows}
+    assert len(ends) == 1, "the columns are not aligned"
+    assert lines[-1].split() == ["bfloat16", "NDHWC", "2.00", "(1)"]
+
+
+def test_table_of_a_run_cut_short() -> None:
+    assert "case" in table(Result({}, make_result().ceilings, []))
+
+
+def test_readme_table_shows_the_slower_layout() -> None:
+    result = make_result()
+    slow = replace(result.cells[0], layout="NDHWC", time=Times(9.0, 9.0, 9.0, 5))
+    result.cells[1] = slow
+    lines = readme_table(result).splitlines()
+    kb61 = next(line for line in lines if line.startswith("| kb61"))
+    assert kb61.startswith("| kb61 | 9.000 (")
+    assert kb61.endswith("| WRONG |")
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+
+
+def test_readme_is_rewritten_between_its_markers_and_stays(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make_readme_table", ROOT / "benchmarks" / "make_readme_table.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    save(make_result(), tmp_path / "run.json")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    arguments = ["--json", str(tmp_path / "run.json"), "--readme", str(readme)]
+    script.main(arguments)
+    once = readme.read_text()
+    assert once.startswith(f"before\n{BEGIN}\n")
+    assert once.endswith(f"|\n{END}\nafter\n")
+    assert "old" not in once
+    script.main(arguments)
+    assert readme.read_text() == once
+
+
+@pytest.mark.parametrize(
+    "text", ["", BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}", f"{BEGIN}{END}{END}", f"{END}{BEGIN}{END}"]
+)
+def test_text_without_both_markers_once_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="each once"):
+        insert(text, "table")
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="pictures need matplotlib")
+    paths = write_plots(make_result(), tmp_path / "run.png")
+    assert [path.name for path in paths] == ["run-roofline.png", "run-bars.png"]
+    for path in paths:
+        picture = image.imread(path)[..., :3]
+        assert min(picture.shape[:2]) >= 600
+        assert picture.std() > 0.05
+
+
+def test_no_bars_without_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    result = make_result()
+    result.cells[:] = [replace(cell, torch_times={}) for cell in result.cells]
+    assert [path.name for path in write_plots(result, tmp_path / "run.png")] == ["run-roofline.png"]
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cases", "kb99"], "a case must be one of kb58"),
+        (["--precision", "float8"], "invalid choice: 'float8'"),
+        (["--repeat", "0"], "must be a number of at least 1, got '0'"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_folder_is_noticed_before_measuring(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"there is no folder .*nowhere to write run\.json to"):
+        main(["bench", "--json", str(tmp_path / "nowhere" / "run.json")])
+
+
+def test_refuses_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(SystemExit, match=r"bench: measuring needs an NVIDIA GPU and CuPy: pip install 'cuconvt\["):
+        main(["bench", "--cases", "tiny"])
+
+
+def test_refuses_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy")
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
+    with pytest.raises(SystemExit, match="bench: measuring needs an NVIDIA GPU, and the driver lists none"):
+        main(["bench", "--cases", "tiny"])
+
+
+def test_pictures_without_matplotlib_are_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="bench: --plot needs matplotlib: pip install matplotlib"):
+        main(["bench", "--plot", "run.png"])
+
+
+def test_numpy_alone_shows_the_help(tmp_path: Path) -> None:
+    link_numpy(tmp_path)
+    text = run_python("-m", "cuconvt", "bench", "--help", cwd=ROOT, paths=[tmp_path], site=False)
+    assert "hifigan1d_k16s8" in text
+
+
+@pytest.mark.parametrize("has_tqdm", [True, False])
+def test_progress_counts_cells(
+    has_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if has_tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    with progress(2) as done:
+        for cell in make_result().cells[:2]:
+            done(cell)
+    assert "2/2" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    main(["bench", "--cases", "tiny", "--precision", "tf32x3", "bfloat16", "--repeat", "3", "--json", str(file)])
+    result = load(file)
+    assert result.machine["gpu"]
+    assert result.machine["cuconvt"] == cuconvt.__version__
+    assert result.ceilings.copy > 1e10
+    assert result.ceilings.matmul["bfloat16"] > result.ceilings.matmul["float32"] > 1e11
+    keys = [(cell.precision, cell.layout) for cell in result.cells]
+    assert keys == list(itertools.product(("tf32x3", "bfloat16"), ("NCDHW", "NDHWC")))
+    for cell in result.cells:
+        assert (cell.case, cell.status, cell.problem) == ("tiny", "ok", "")
+        assert cell.kernel
+        assert cell.time.repeats == 3
+        assert 0 < cell.floor_ms < cell.time.median < 10
+        assert 0 < cell.host_us < 1e4
+        assert 0 <= cell.scaled_error <= PRECISIONS[cell.precision].tolerance
+        assert 0 <= cell.extra_bytes < 2**22
+        if result.machine["torch"]:
+            assert set(cell.torch_times) == {"NCDHW", "NDHWC"}
+            assert cell.torch_host_us > 0
+    assert "tiny" in capsys.readouterr().out
