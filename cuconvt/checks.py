@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,15 @@ PRECISIONS = ("tf32x3", "ieee", "tf32")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
+@functools.lru_cache(maxsize=64)
+def dtype_name(dtype: Any) -> str:
+    """Return ``dtype.name``, which NumPy puts together anew each time."""
+    return str(dtype.name)
+
+
 def check_dtypes(x: Any, weight: Any, bias: Any, out: Any) -> None:
     """Raise TypeError unless x has a supported dtype and all others have x's."""
-    if x.dtype.name not in DTYPES:
+    if dtype_name(x.dtype) not in DTYPES:
         raise TypeError(f"x must have one of the dtypes {', '.join(DTYPES)}, got {x.dtype.name}")
     for role, array in (("weight", weight), ("bias", bias), ("out", out)):
         if array is not None and array.dtype != x.dtype:
@@ -54,9 +61,18 @@ def check_out(out: Any, shape: tuple[int, ...], inputs: dict[str, Any]) -> None:
             raise ValueError(f"out must not overlap an input, and it shares memory with {role}")
 
 
+def reach(array: Any) -> tuple[int, int]:
+    """Return where the bytes of an array that is not empty begin and end, relative to its first element."""
+    spans = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]
+    return sum(s for s in spans if s < 0), sum(s for s in spans if s > 0) + array.itemsize
+
+
 def _overlap(a: Any, b: Any) -> bool:
     """Solve whether two strided arrays share a byte; a question too hard for a quick answer counts as yes."""
     if not a.size or not b.size:
+        return False
+    (a_low, a_high), (b_low, b_high) = reach(a), reach(b)
+    if address(a) + a_high <= address(b) + b_low or address(b) + b_high <= address(a) + a_low:
         return False
     a, b = _Addresses(a), _Addresses(b)
     max_work: Any = 10_000  # NumPy's annotation allows only the special values 0 and -1

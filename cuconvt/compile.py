@@ -134,11 +134,12 @@ def cached_file(source: str, arch: str, defines: tuple[tuple[str, int], ...]) ->
 
 
 def _options(arch: str, defines: Defines) -> tuple[str, ...]:
-    # -ftz stays false (NVRTC's default): denormals are kept.
+    # -ftz stays false (NVRTC's default): denormals are kept. NVRTC's own cache, since 12.9, would answer without a log.
     return (
         f"-arch={arch}",
         "-std=c++17",
         "--ptxas-options=-v",
+        *(("--no-cache",) if nvrtc_version() >= (12, 9) else ()),
         *(f"-D{name}={value}" for name, value in defines),
     )
 

@@ -9,6 +9,7 @@ import functools
 import os
 import sys
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,8 @@ class Plan:
     problem : tuple of int
         The run-time parameters, in the order of ``struct Problem`` in ``kernels/common.cuh``.
     cost : float
-        Estimated clocks of one multiprocessor for the whole launch; good for comparing proposals only.
+        Estimated clocks of one multiprocessor for the whole launch; good for comparing proposals only. What tiles reach
+        beyond the edges is left out, so that the choice, like the defines, depends on neither N nor extents.
     packed_words, packed_a_thread : int
         Size of the repacked weights in 4-byte words, and how many one thread of ``<kernel>_pack`` writes; 0 when the
         kernel reads the weights as they are.
@@ -143,9 +145,14 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
     ValueError
         If no kernel can launch the problem; the message lists every refusal.
     """
+    from cuconvt.plan_few_channels import plan_few_channels
     from cuconvt.plan_gather import plan_gather
+    from cuconvt.plan_phase_gemm import plan_phase_gemm
 
-    proposals = [family(geometry, dtype, layout, precision, device) for family in (plan_gather,)]
+    proposals = [
+        family(geometry, dtype, layout, precision, device)
+        for family in (plan_phase_gemm, plan_few_channels, plan_gather)
+    ]
     plans = sorted((p for p in proposals if isinstance(p, Plan)), key=lambda plan: plan.cost)
     refused = [f"{p.kernel}: {p.reason}" for p in proposals if isinstance(p, Refusal)]
     if not plans:
@@ -163,6 +170,11 @@ def positions(geometry: Geometry, axis: int) -> int:
     first = geometry.pad_before[axis] // geometry.stride[axis]
     last = (geometry.out_extent[axis] - 1 + geometry.pad_before[axis]) // geometry.stride[axis]
     return last - first + 1
+
+
+def all_positions(geometry: Geometry) -> int:
+    """Return how many positions q a problem has, over all axes, groups and the batch."""
+    return prod(positions(geometry, axis) for axis in range(3)) * geometry.groups * geometry.n
 
 
 def span(extents: Ints, strides: Ints) -> int:
@@ -208,7 +220,14 @@ def problem_parameters(
         *layout.out,
         *tiles,
         *(int(x_vector), int(out_vector)),
+        *(_magic(divisor) for divisor in (*tiles, g.groups)),
     )
+
+
+def _magic(divisor: int) -> int:
+    """Return what `take` in kernels/common.cuh divides by `divisor` with: multiplier + 2**32 * shift."""
+    shift = (divisor - 1).bit_length()
+    return -(-(2 ** (31 + shift)) // divisor) + 2**32 * shift
 
 
 def problem_struct(plan: Plan) -> np.ndarray:

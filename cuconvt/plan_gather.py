@@ -16,6 +16,7 @@ from cuconvt.plan import (
     Layout,
     Plan,
     Refusal,
+    all_positions,
     at_residue,
     needs_64_bits,
     positions,
@@ -23,7 +24,10 @@ from cuconvt.plan import (
     round_up,
 )
 
-LANES = 64  # of a multiprocessor's 128, what this kernel keeps busy
+LANES = 64  # of a multiprocessor's 128, what this kernel keeps busy (half of it in float64)
+INSTRUCTIONS_AN_OUTPUT = (
+    75  # to turn and store it, waiting included: fitted to depthwise and 8-channel cases on an H200
+)
 MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
 MAX_PHASES_A_THREAD = 16
 THREADS_A_MULTIPROCESSOR = 384  # at most 168 registers a thread, so that accumulators stay in registers
@@ -66,9 +70,8 @@ def plan_gather(
         return Refusal("gather", f"no tile fits into {device.shared_bytes} bytes of shared memory")
     tiles_d, tiles_h, tiles_w = (-(-positions(geometry, a) // tile.box[a]) for a in range(3))
     tiles_c = -(-geometry.c_out_per_group // tile.box_c)
-    blocks_q = tiles_d * tiles_h * tiles_w
     phases = geometry.stride[0] * geometry.stride[1] * (1 if tile.halo[2] else geometry.stride[2])
-    grid = blocks_q * phases * tiles_c * geometry.groups * geometry.n
+    grid = tiles_d * tiles_h * tiles_w * phases * tiles_c * geometry.groups * geometry.n
     if grid > MAX_GRID:
         return Refusal("gather", f"{grid} blocks are more than a launch takes ({MAX_GRID})")
     per_axis = {
@@ -79,6 +82,7 @@ def plan_gather(
         "HALO": tuple(map(int, tile.halo)),
     }
     shared = _shared_bytes(geometry, dtype, layout, tile)
+    lanes = LANES // 2 if dtype == "float64" else LANES
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         *(
@@ -103,7 +107,7 @@ def plan_gather(
         block=tile.block,
         shared_bytes=shared,
         problem=problem_parameters(geometry, layout, (tiles_d, tiles_h, tiles_w, tiles_c)),
-        cost=_cost_a_position(geometry, tile) * blocks_q * prod(tile.box) * geometry.groups * geometry.n / LANES,
+        cost=_cost_a_position(geometry, tile) * all_positions(geometry) / lanes,
     )
 
 
@@ -151,7 +155,8 @@ def _cost_a_position(geometry: Geometry, tile: Tile) -> float:
     staged = prod(_staged_box(geometry, tile)) / prod(tile.box)
     passes = prod(1 if whole else kernel for whole, kernel in zip(tile.halo, geometry.kernel, strict=True))
     staging = 20 * staged * passes * geometry.stride[0] * geometry.stride[1]
-    return tiles_c * geometry.c_in_per_group * (arithmetic + staging)
+    epilogue = INSTRUCTIONS_AN_OUTPUT * prod(geometry.stride) * tile.box_c
+    return tiles_c * (geometry.c_in_per_group * (arithmetic + staging) + epilogue)
 
 
 def _staged_box(geometry: Geometry, tile: Tile) -> tuple[int, int, int]:

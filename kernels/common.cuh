@@ -57,6 +57,21 @@ __host__ __device__ constexpr int at_residue(int least, int residue, int modulus
     return least + ((residue - least) % modulus + modulus) % modulus;
 }
 
+// ---- indices ---------------------------------------------------------------------------------------------------------
+
+#ifndef INDEX64  // whether an offset or a position may need more than 32 bits
+#define INDEX64 0
+#endif
+#if INDEX64
+typedef long long Index;
+typedef unsigned long long UIndex;
+#else
+typedef int Index;
+typedef unsigned UIndex;
+#endif
+
+__device__ __forceinline__ bool within(Index position, long long extent) { return (UIndex)position < (UIndex)extent; }
+
 // ---- phases --------------------------------------------------------------------------------------------------------
 
 // The taps of one axis. With r the phase, tap k reaches it when k * DILATION = r (mod STRIDE), and then reads the input
@@ -100,5 +115,16 @@ struct Problem {
     long long out_stride[5];  // N, C_out, D, H, W
     long long tiles[4];    // along D, H, W (in positions q of a phase) and along the channels of a group
     long long x_vector;    // whether x may be read 16 bytes at a time (8 bytes for rows of 16-bit elements)
-    long long out_vector;  // whether four channels of the result may be written at a time
+    long long out_vector;  // whether the result may be written four channels (channels-last) or one word at a time
+    long long magic[5];    // for dividing by the four tiles and by the groups, see `take`
 };
+
+// Splits off a block's index the part that counts tiles[axis] (axis 4: groups), which runs faster than the rest. The host
+// gives each divisor d as m + 2^32 s with m = ceil(2^(31 + s) / d), so that n / d = n m / 2^(31 + s) for all n < 2^31.
+__device__ __forceinline__ unsigned take(unsigned& index, const Problem& p, int axis) {
+    const unsigned multiplier = (unsigned)p.magic[axis], shift = 31 + (unsigned)(p.magic[axis] >> 32);
+    const unsigned quotient = (unsigned)((unsigned long long)index * multiplier >> shift);
+    const unsigned part = index - quotient * (unsigned)(axis == 4 ? p.groups : p.tiles[axis]);
+    index = quotient;
+    return part;
+}

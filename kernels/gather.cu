@@ -55,9 +55,6 @@
 #ifndef OUT_CHANNELS_LAST
 #define OUT_CHANNELS_LAST 0
 #endif
-#ifndef INDEX64
-#define INDEX64 0
-#endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2
 #endif
@@ -67,13 +64,6 @@
 
 typedef Element<DTYPE>::Stored Stored;
 typedef Element<DTYPE>::Accumulator Acc;
-#if INDEX64
-typedef long long Index;
-typedef unsigned long long UIndex;
-#else
-typedef int Index;
-typedef unsigned UIndex;
-#endif
 
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
 typedef Axis<KERNEL_H, STRIDE_H, DILATION_H> AxisH;
@@ -125,8 +115,6 @@ __host__ __device__ constexpr int row_threads(int width) {
     return best;
 }
 
-__device__ __forceinline__ bool within(Index position, long long extent) { return (UIndex)position < (UIndex)extent; }
-
 struct Block {
     Index box_d, box_h, box_w;  // first position q on each axis
     int box_c;                  // first output channel, counted within the group
@@ -138,22 +126,18 @@ __device__ __forceinline__ Block locate(const Problem& p) {
     // W runs fastest, then the phases, which read the same x.
     unsigned index = blockIdx.x;
     Block b;
-    b.box_w = (Index)(index % (unsigned)p.tiles[2]) * BOX_W + (Index)p.pad[2] / STRIDE_W;
-    index /= (unsigned)p.tiles[2];
+    b.box_w = (Index)take(index, p, 2) * BOX_W + (Index)p.pad[2] / STRIDE_W;
     b.phase_w = HALO_W ? 0 : (int)(index % STRIDE_W);
     index /= HALO_W ? 1 : STRIDE_W;
     b.phase_h = (int)(index % STRIDE_H);
     index /= STRIDE_H;
     b.phase_d = (int)(index % STRIDE_D);
     index /= STRIDE_D;
-    b.box_h = (Index)(index % (unsigned)p.tiles[1]) * BOX_H + (Index)p.pad[1] / STRIDE_H;
-    index /= (unsigned)p.tiles[1];
-    b.box_d = (Index)(index % (unsigned)p.tiles[0]) * BOX_D + (Index)p.pad[0] / STRIDE_D;
-    index /= (unsigned)p.tiles[0];
-    b.box_c = (int)(index % (unsigned)p.tiles[3]) * BOX_C;
-    index /= (unsigned)p.tiles[3];
-    b.group = index % (unsigned)p.groups;
-    b.n = index / (unsigned)p.groups;
+    b.box_h = (Index)take(index, p, 1) * BOX_H + (Index)p.pad[1] / STRIDE_H;
+    b.box_d = (Index)take(index, p, 0) * BOX_D + (Index)p.pad[0] / STRIDE_D;
+    b.box_c = (int)take(index, p, 3) * BOX_C;
+    b.group = take(index, p, 4);
+    b.n = index;
     return b;
 }
 

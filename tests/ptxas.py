@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,10 +24,10 @@ class Usage:
 
 
 def log_of(family: str, arch: str, defines: Defines) -> str:
-    """Compile a specialisation and return NVRTC's log. NVRTC 13 keeps results, without their log: the macro is news."""
+    """Compile a specialisation and return NVRTC's log."""
     from cuconvt.compile import compile_kernel
 
-    return compile_kernel(f"{family}.cu", arch, (*defines, ("UNCACHED", time.time_ns()))).log
+    return compile_kernel(f"{family}.cu", arch, defines).log
 
 
 def measure(job: Job) -> dict[str, int]:

@@ -22,7 +22,7 @@ DTYPES = {
 }
 
 # Layouts that `place` can give an array; "broadcast" has overlapping elements, so it is for inputs alone.
-OUT_LAYOUTS = ("contiguous", "channels_last", "sliced", "strided", "negative", "transposed", "misaligned")
+OUT_LAYOUTS = ("contiguous", "channels_last", "sliced", "cropped", "strided", "negative", "transposed", "misaligned")
 LAYOUTS = (*OUT_LAYOUTS, "broadcast")
 
 # One example stays within milliseconds in float64 on one core.
@@ -159,6 +159,8 @@ def place(values: np.ndarray, rank: int, layout: str, xp: Any = np) -> tuple[Any
     first_spatial = values.ndim - rank
     if layout == "sliced":
         shape[first_spatial] += 1
+    elif layout == "cropped":  # rows of a multiple of 16 bytes, which the view does not fill
+        shape[-1] += 8 - shape[-1] % 8
     elif layout == "strided":
         shape[-1] *= 2
     margin = 64  # elements on both sides, so that a read or write past either end is seen
@@ -170,6 +172,8 @@ def place(values: np.ndarray, rank: int, layout: str, xp: Any = np) -> tuple[Any
     view = view.transpose([order.index(axis) for axis in range(values.ndim)])
     if layout == "sliced":
         view = view[(slice(None),) * first_spatial + (slice(1, None),)]
+    elif layout == "cropped":
+        view = view[..., : values.shape[-1]]
     elif layout == "strided":
         view = view[..., ::2]
     elif layout == "negative":
@@ -189,6 +193,8 @@ class Specialisation:
     c_out_per_group: int
     x_layouts: tuple[str, ...]
     out_layouts: tuple[str, ...]
+    groups: int | None = None  # None: any number
+    shift_w: int | None = None  # the padding before, modulo the stride, along W; None: any
 
 
 _CHANNELS = st.one_of(st.integers(1, 9), st.sampled_from((16, 17, 31, 32, 33)))
@@ -216,7 +222,7 @@ def problems(
     fixed: Specialisation | None = None,
     longest: Ints = (12, 12, 12),
     longest_w: int = 40,
-    budget: int = 1,
+    budget: float = 1,
 ) -> Problem:
     """Draw any problem, or any of one specialisation; half of them are longer along W, to cross the edges of a tile.
 
@@ -225,16 +231,17 @@ def problems(
     spec = draw(specialisations()) if fixed is None else fixed
     rank = len(spec.kernel)
     per_group = {"c_in": spec.c_in_per_group, "c_out": spec.c_out_per_group}
+    groups = draw(st.integers(1, 12 if spec.c_in_per_group == 1 else 4)) if spec.groups is None else spec.groups
     counts = {
         "n": draw(st.integers(1, 3)),
-        "groups": draw(st.integers(1, 12 if spec.c_in_per_group == 1 else 4)),
+        **({"groups": groups} if spec.groups is None else {}),
         **{axis: draw(st.integers(1, longest[axis])) for axis in range(rank)},
     }
     if draw(st.booleans()):
         counts[rank - 1] = draw(st.integers(13, longest_w))
     if fixed is None:
         counts |= per_group
-    _bound(counts, per_group, spec, budget)
+    _bound(counts, {"groups": groups, **per_group}, spec, budget)
     extent = tuple(counts[axis] for axis in range(rank))
 
     output_padding = (0,) * rank
@@ -245,13 +252,16 @@ def problems(
     full = full_extent(extent, spec.kernel, spec.stride, spec.dilation)
     largest = [f + extra - 1 for f, extra in zip(full, output_padding, strict=True)]
     same_everywhere = draw(st.integers(0, 3))
-    if 2 * same_everywhere <= min(largest) and draw(st.booleans()):
+    fits = spec.shift_w in (None, same_everywhere % spec.stride[-1])
+    if fits and 2 * same_everywhere <= min(largest) and draw(st.booleans()):
         padding: Pairs = ((same_everywhere, same_everywhere),) * rank
     else:
         pairs = []
         for top, k, s, d in zip(largest, spec.kernel, spec.stride, spec.dilation, strict=True):
             enough = d * (k - 1) + s + 2  # to eat every tap of the border, and an input
             before = draw(st.integers(0, min(top, enough)))
+            if len(pairs) == rank - 1 and spec.shift_w is not None:
+                before = max(before - (before - spec.shift_w) % s, spec.shift_w)
             pairs.append((before, draw(st.integers(0, min(top - before, enough)))))
         padding = tuple(pairs)
     return Problem(
@@ -262,7 +272,7 @@ def problems(
         padding=padding,
         output_padding=output_padding,
         n=None if counts["n"] == 1 and draw(st.booleans()) else counts["n"],
-        groups=counts["groups"],
+        groups=counts.get("groups", groups),
         c_in_per_group=counts.get("c_in", spec.c_in_per_group),
         c_out_per_group=counts.get("c_out", spec.c_out_per_group),
         has_bias=draw(st.booleans()),
@@ -275,7 +285,7 @@ def problems(
     )
 
 
-def _bound(counts: dict[Any, int], per_group: dict[str, int], spec: Specialisation, budget: int) -> None:
+def _bound(counts: dict[Any, int], per_group: dict[str, int], spec: Specialisation, budget: float) -> None:
     """Halve the largest of `counts` until the arithmetic and the output are within bounds, or all are 1."""
     rank = len(spec.kernel)
     while max(counts.values()) > 1:

@@ -212,6 +212,17 @@ def test_an_output_without_terms_must_be_exact() -> None:
     assert compare(np, result, patches).scaled > 1
 
 
+def test_the_smallest_numbers_of_float16_are_coarse() -> None:
+    case = parse_case("1x1x1:1:k1:s1")
+    x, weight = np.full((1, 1, 1), 2.0**-12), np.full((1, 1, 1), 1.4 * 2.0**-12)
+    patches = make_patches(np, case, x, weight, None)
+    rounded = convolve(case, x, weight, None).astype(np.float16).astype(np.float64)
+    precision = PRECISIONS["float16"]
+    assert compare(np, rounded, patches).scaled > precision.tolerance
+    assert compare(np, rounded, patches, precision.smallest).scaled <= precision.tolerance
+    assert compare(np, rounded + precision.smallest, patches, precision.smallest).scaled > precision.tolerance
+
+
 def test_rounding_is_to_nearest_even() -> None:
     values = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
     halfway = (np.arange(0x3F80, 0x3F90, dtype=np.uint32) << 16 | 0x8000).view(np.float32)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from math import gcd, prod
+from typing import Any
 
 import pytest
 from described import DEFAULT, DEVICES, channels_last, contiguous, gather_of, geometry_of, layout_of, plan_of
 from fixed_cases import FIXED
+from host.backend import plan_or_refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Problem, Specialisation, case, problems
@@ -16,7 +18,8 @@ from strategies import Problem, Specialisation, case, problems
 from cuconvt.compile import kernel_folder
 from cuconvt.geometry import Geometry, make_geometry
 from cuconvt.phases import axis_phases
-from cuconvt.plan import Device, Layout, Plan, Refusal, make_plan
+from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan
+from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
 from cuconvt.plan_gather import plan_gather
 
 Ints = tuple[int, ...]
@@ -51,11 +54,42 @@ def values(plan: Plan, name: str) -> Ints:
     return (defines[f"{name}_D"], defines[f"{name}_H"], defines[f"{name}_W"])
 
 
+def seen_by(plan: Plan, geometry: Geometry) -> Geometry:
+    """Return the geometry with its axes as the kernel has them: few_channels turns those of 1-D and 2-D problems."""
+    return _batch_as_axis(geometry, layout_of(geometry))[0] if plan.kernel == "few_channels" else geometry
+
+
 def box_of(plan: Plan) -> Ints:
     """Return the positions q of a block along D, H, W and its output channels, from the macros."""
     defines = dict(plan.defines)
+    if plan.kernel == "phase_gemm":
+        d, h, w = values(plan, "WARPS")
+        rows_h, rows_w = (1, defines["ROWS"]) if defines["ROWS_ALONG_W"] else (defines["ROWS"], 1)
+        return (d, h * rows_h, w * rows_w * 8, defines["WARPS_C"] * defines["TILES_C"] * 8)
     d, h, w = values(plan, "THREADS")
     return (d, h, w * defines["POSITIONS_W"], defines["THREADS_C"] * defines["CHANNELS"])
+
+
+def registers_needed(plan: Plan) -> int:
+    """Return how many registers a thread needs at least: where they vary, its accumulators and some for addresses."""
+    if plan.kernel == "gather":
+        return 128
+    defines = dict(plan.defines)
+    if plan.kernel == "few_channels":
+        kernel, stride, dilation = (values(plan, name) for name in ("KERNEL", "STRIDE", "DILATION"))
+        planes = (kernel[0] - 1) * dilation[0] // stride[0] + 1
+        row = defines["POSITIONS_W"] * stride[2] * defines["CHANNELS_OUT"] * defines["VECTOR"]
+        return (2 if defines["DTYPE"] == DTYPE_CODES["float64"] else 1) * planes * stride[0] * row + 32
+    kernel, stride, dilation = (values(plan, name)[2] for name in ("KERNEL", "STRIDE", "DILATION"))
+    live_phases = len({tap * dilation % stride for tap in range(kernel)})
+    return 2 * defines["ROWS"] * defines["TILES_C"] * live_phases + 40
+
+
+def first_position_w(problem: Problem) -> Ints:
+    """Return the position q of the first output along W, modulo 4, and its phase."""
+    geometry = geometry_of(problem)
+    position, phase = divmod(geometry.pad_before[2], geometry.stride[2])
+    return position % 4, phase
 
 
 def struct_fields() -> list[tuple[str, int]]:
@@ -96,13 +130,16 @@ def test_a_plan_is_pure(problem: Problem, kind: Kind, arch: int, last: bool) -> 
 def test_a_plan_fits_its_device(problem: Problem, kind: Kind, arch: int, last: bool) -> None:
     plan = plan_of(problem, *kind, arch, last)
     assert 0 < plan.shared_bytes <= DEVICES[arch].shared_bytes
-    assert dict(plan.defines)["SHARED_BYTES"] == plan.shared_bytes
+    assert dict(plan.defines).get("SHARED_BYTES", plan.shared_bytes) == plan.shared_bytes
     assert plan.block % 32 == 0
     assert plan.block <= 1024
-    assert plan.block * dict(plan.defines)["MIN_BLOCKS"] * 128 <= 65536, "fewer than 128 registers a thread"
-    assert values(plan, "KERNEL") == geometry_of(problem).kernel
-    assert values(plan, "STRIDE") == geometry_of(problem).stride
-    assert values(plan, "DILATION") == geometry_of(problem).dilation
+    threads = plan.block * dict(plan.defines)["MIN_BLOCKS"]
+    assert threads <= 1536, "more than a multiprocessor of every architecture holds"
+    assert min(255, 65536 // threads) >= registers_needed(plan)
+    geometry = seen_by(plan, geometry_of(problem))
+    assert values(plan, "KERNEL") == geometry.kernel
+    assert values(plan, "STRIDE") == geometry.stride
+    assert values(plan, "DILATION") == geometry.dilation
     assert plan.cost > 0
 
 
@@ -124,7 +161,15 @@ def test_batch_and_extents_do_not_change_the_defines(
     other = data.draw(problems(fixed))
     extent = tuple(extent * scale for extent in other.extent)
     changed = dataclasses.replace(other, extent=extent, groups=problem.groups)
-    defines, others = (dict(plan_of(p, *kind, arch, last).defines) for p in (problem, changed))
+    if first_position_w(changed) != first_position_w(problem):
+        # Padding that moves the first position along W is another specialisation of phase_gemm (EARLY), and padding
+        # that moves its phase one of few_channels (SHIFT_W): keep it.
+        longer = tuple(map(max, extent, problem.extent))
+        output_padding = tuple(map(max, changed.output_padding, problem.output_padding))
+        changed = dataclasses.replace(changed, extent=longer, padding=problem.padding, output_padding=output_padding)
+    plans = [plan_of(p, *kind, arch, last) for p in (problem, changed)]
+    assert plans[0].kernel == plans[1].kernel
+    defines, others = (dict(plan.defines) for plan in plans)
     index64 = others.pop("INDEX64")
     assert defines.pop("INDEX64") == 0
     assert others == defines
@@ -137,6 +182,9 @@ def test_batch_and_extents_do_not_change_the_defines(
 @given(problem=problems(), kind=kinds, arch=archs)
 def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -> None:
     plan, geometry = plan_of(problem, *kind, arch), geometry_of(problem)
+    if plan.kernel == "few_channels":
+        assert_slides_cover_every_output(plan, seen_by(plan, geometry))
+        return
     tiles, box = problem_of(plan)["tiles"], box_of(plan)
     for axis in range(3):
         stride, pad = geometry.stride[axis], geometry.pad_before[axis]
@@ -149,6 +197,23 @@ def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -
     all_phases_along_w = dict(plan.defines).get("HALO_W", 1)
     phases = geometry.stride[:2] if all_phases_along_w else geometry.stride
     assert plan.grid == prod(tiles) * prod(phases) * geometry.groups * geometry.n
+
+
+def assert_slides_cover_every_output(plan: Plan, geometry: Geometry) -> None:
+    defines, (runs, rows, tiles_w, tiles_c) = dict(plan.defines), problem_of(plan)["tiles"]
+    _, stride_h, stride_w = geometry.stride
+    pad, stride = geometry.pad_before[0], geometry.stride[0]
+    planes = (geometry.out_extent[0] - 1 + pad) // stride - pad // stride + 1
+    length = -(-planes // runs)
+    assert (runs - 1) * length < planes <= runs * length, "a run along D holds no output"
+    assert 0 <= rows * stride_h - geometry.out_extent[1] < stride_h
+    assert 0 <= tiles_w * defines["POSITIONS_W"] * stride_w - geometry.out_extent[2] < defines["POSITIONS_W"] * stride_w
+    lanes = defines["LANES_C"]
+    channels = lanes * defines["VECTOR"] * defines["CHANNELS_OUT"]
+    assert 0 <= tiles_c * channels - (geometry.c_out if lanes > 1 else geometry.c_out_per_group) < channels
+    blocks = -(-rows * tiles_w // (plan.block // lanes))
+    groups = 1 if lanes > 1 else geometry.groups
+    assert plan.grid == stride_h * blocks * runs * tiles_c * groups * geometry.n
 
 
 def test_a_plan_can_be_printed() -> None:
@@ -215,6 +280,125 @@ def test_the_largest_grid() -> None:
     assert gather_of(case((LIMIT - 1, 1, 1), 1, 1)).grid == LIMIT - 1
 
 
+# ---- tensor cores ------------------------------------------------------------------------------------------------
+
+
+def gemm_or_refusal(
+    problem: Problem,
+    dtype: str = "float32",
+    precision: str | None = None,
+    device: Device = DEVICES[90],
+    last: bool = False,
+) -> Plan | Refusal:
+    geometry = geometry_of(problem)
+    layout = layout_of(geometry, last)
+    return plan_or_refusal("phase_gemm", geometry, dtype, layout, precision or DEFAULT[dtype], device)
+
+
+@pytest.mark.parametrize(
+    ("problem", "dtype", "precision", "device", "reason"),
+    [
+        ("kb61", "float16", None, Device(75, 72, 64 * 1024), "needs compute capability 8.0, the device has 7.5"),
+        ("kb61", "float64", None, DEVICES[90], "computes in float16, bfloat16 and TF32, not in float64"),
+        ("kb61", "float32", "ieee", DEVICES[90], "computes in float16, bfloat16 and TF32, not in ieee"),
+        (case((1, 8, 9), 8, 33), "float16", None, DEVICES[90], "unrolls at most 32 taps along W, got 33"),
+        (case((1, 8, 9), 8, 3, 9), "float16", None, DEVICES[90], "holds at most 8 phases along W, got stride 9"),
+        (
+            case((1, 8, 9, 9), 8, 3, dilation=(4000, 1)),
+            "float32",
+            "tf32",
+            DEVICES[90],
+            f"no tile fits into {DEVICES[90].shared_bytes} bytes of shared memory and the registers",
+        ),
+        (
+            case((1, 8, 1, 1, 1), 8, (3, 1, 1), dilation=(2**30, 1, 1)),
+            "float16",
+            None,
+            DEVICES[90],
+            "stride and dilation * kernel must stay below 2**31 on every axis",
+        ),
+        (
+            case((LIMIT, 8, 1), 8, 1),
+            "float16",
+            None,
+            DEVICES[90],
+            f"{LIMIT} blocks are more than a launch takes ({LIMIT - 1})",
+        ),
+    ],
+)
+def test_refusals_of_phase_gemm(problem: Any, dtype: str, precision: str | None, device: Device, reason: str) -> None:
+    found = gemm_or_refusal(
+        FIXED.get(problem, problem) if isinstance(problem, str) else problem, dtype, precision, device
+    )
+    assert found == Refusal("phase_gemm", reason)
+
+
+def test_a_refused_device_runs_the_general_kernel() -> None:
+    geometry = geometry_of(FIXED["kb61"])
+    plan = make_plan(geometry, "float16", layout_of(geometry), None, Device(75, 72, 64 * 1024))
+    assert plan.kernel != "phase_gemm"
+    assert "phase_gemm: needs compute capability 8.0, the device has 7.5" in plan.refused
+
+
+@pytest.mark.parametrize("kind", [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
+def test_wide_channels_take_the_tensor_cores_and_few_do_not(kind: Kind) -> None:
+    for name in ("kb61", "kb70", "kb77", "gan_3d"):
+        assert plan_of(FIXED[name], *kind).kernel == "phase_gemm", name
+    for name in ("one_channel_volume", "depthwise", "depthwise_multiplier", "extent_one"):
+        assert plan_of(FIXED[name], *kind).kernel != "phase_gemm", name
+    for dtype, precision in (("float64", None), ("float32", "ieee")):
+        assert plan_of(FIXED["kb61"], dtype, precision).kernel != "phase_gemm"
+
+
+@given(problem=problems(), kind=kinds, arch=archs, last=st.booleans(), scale=st.sampled_from((1, 2, 37)))
+def test_a_phase_gemm_is_compiled_for_neither_batch_nor_extents(
+    problem: Problem, kind: Kind, arch: int, last: bool, scale: int
+) -> None:
+    changed = dataclasses.replace(problem, n=scale, extent=tuple(scale * extent + 3 for extent in problem.extent))
+    plan, other = (gemm_or_refusal(p, *kind, DEVICES[arch], last) for p in (problem, changed))
+    if isinstance(plan, Refusal):
+        assert other == plan
+        return
+    assert isinstance(other, Plan)
+    assert {**dict(other.defines), "INDEX64": 0} == dict(plan.defines)
+    geometry, defines = geometry_of(problem), dict(plan.defines)
+    reach = (geometry.kernel[2] - 1) * geometry.dilation[2] // geometry.stride[2]
+    one_channel = geometry.c_in == 1  # the same memory as contiguous
+    assert defines["EARLY"] == (0 if last and not one_channel else (first_position_w(problem)[0] - reach) % 4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_rows_of_x_are_read_by_words_only_where_they_end_with_one(dtype: str) -> None:
+    geometry = geometry_of(case((1, 8, 4, 6), 8, 3))
+    whole = geometry_of(case((1, 8, 4, 8), 8, 3))
+    rows_of_8 = dataclasses.replace(layout_of(geometry), x=layout_of(whole).x)
+
+    def reads_words(geometry: Geometry, layout: Layout) -> bool:
+        plan = plan_or_refusal("phase_gemm", geometry, dtype, layout, DEFAULT[dtype], DEVICES[90])
+        assert isinstance(plan, Plan)
+        return bool(problem_of(plan)["x_vector"][0])
+
+    assert reads_words(whole, layout_of(whole))
+    assert not reads_words(whole, dataclasses.replace(layout_of(whole), x_aligned=False))
+    assert not reads_words(geometry, layout_of(geometry))
+    assert not reads_words(geometry, rows_of_8), "the view ends before the rows do"
+
+
+@given(problem=problems(), kind=kinds, arch=archs, last=st.booleans())
+def test_packed_weights_hold_every_tap_and_channel(problem: Problem, kind: Kind, arch: int, last: bool) -> None:
+    plan = gemm_or_refusal(problem, *kind, DEVICES[arch], last)
+    if isinstance(plan, Refusal):
+        return
+    geometry, box = geometry_of(problem), box_of(plan)
+    a_word = 1 if kind[0] == "float32" else 2
+    chunk = dict(plan.defines)["K_STEPS"] * 8 * a_word
+    channels_in = -(-geometry.c_in_per_group // chunk) * chunk
+    channels_out = problem_of(plan)["tiles"][3] * box[3]
+    parts = 2 if kind[1] == "tf32x3" else 1
+    assert plan.packed_words * a_word == (geometry.groups * prod(geometry.kernel) * channels_in * channels_out * parts)
+    assert plan.packed_words % plan.packed_a_thread == 0
+
+
 # ---- 32 and 64 bits ----------------------------------------------------------------------------------------------
 
 
@@ -226,7 +410,17 @@ def line(n: int = 1, c_in: int = 1, c_out: int = 1, x: int = 1, padding: int = 0
 def index64(geometry: Geometry, **strides: Ints) -> bool:
     """Whether a plan indexes with 64 bits where all strides but the given ones are 0."""
     layout = Layout(**{"x": (0,) * 5, "weight": (0,) * 5, "bias": None, "out": (0,) * 5, **strides})
-    return bool(dict(make_plan(geometry, "float32", layout, "ieee", DEVICES[90]).defines)["INDEX64"])
+    needed = bool(dict(made_by_gather(geometry, layout).defines)["INDEX64"])
+    few_channels = plan_few_channels(geometry, "float32", layout, "ieee", DEVICES[90])
+    if isinstance(few_channels, Plan):  # its offsets start beyond x, so that it may need them earlier
+        assert dict(few_channels.defines)["INDEX64"] >= needed
+    return needed
+
+
+def made_by_gather(geometry: Geometry, layout: Layout) -> Plan:
+    plan = plan_gather(geometry, "float32", layout, "ieee", DEVICES[90])
+    assert isinstance(plan, Plan), plan
+    return plan
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -262,7 +456,7 @@ def test_index64_follows_the_extents() -> None:
 def test_index32_holds_every_position_that_a_block_computes(below: int, padding: int, stride: int) -> None:
     geometry = line(x=(LIMIT - below) // stride, padding=padding, stride=stride)
     layout = Layout(x=(0,) * 5, weight=(0,) * 5, bias=None, out=(0,) * 5)
-    plan = make_plan(geometry, "float32", layout, "ieee", DEVICES[90])
+    plan = made_by_gather(geometry, layout)
     reached = padding // stride + problem_of(plan)["tiles"][2] * box_of(plan)[2]  # one past the last box
     if not dict(plan.defines)["INDEX64"]:
         assert reached * stride < LIMIT
@@ -277,7 +471,7 @@ def test_the_problem_is_the_struct_of_the_header() -> None:
     parameters = ((4, 5, 6), ((1, 2), (3, 4), (5, 6)), (0, 1, 2), 3, (2, 3, 1), None)
     geometry = make_geometry(3, (2, 6, 11, 12, 13), (6, 7, 3, 4, 5), (21,), *parameters)
     layout = Layout(x=(1, 2, 3, 4, 5), weight=(6, 7, 8, 9, 10), bias=11, out=(12, 13, 14, 15, 16))
-    plan = make_plan(geometry, "float32", layout, "ieee", DEVICES[90])
+    plan = made_by_gather(geometry, layout)
     fields, box = problem_of(plan), box_of(plan)
     named = {
         "n": (2,),

@@ -132,6 +132,11 @@ class Precision:
     products: int
     tolerance: float
 
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number of the dtype; only float16's matters."""
+        return 2.0**-24 if self.dtype == "float16" else 0.0
+
 
 PRECISIONS = {
     p.name: p

@@ -164,7 +164,7 @@ def _check(blank: Cell, case: Case, precision: Precision, inputs: Inputs, x: Any
     try:
         out = poisoned(case.out, precision.dtype, blank.layout)
         function(x, weight, bias, **parameters, out=out)
-        accuracy = compare(cupy, widened(out), inputs.patches)
+        accuracy = compare(cupy, widened(out), inputs.patches, precision.smallest)
         function(x, weight, bias, **parameters)  # without `out`, as it is timed: the pool's first time is its slowest
     except (CompileError, ValueError, OutOfMemoryError) as error:
         return replace(blank, status="failed", problem=f"{type(error).__name__}: {error}"), None

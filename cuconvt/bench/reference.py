@@ -114,15 +114,16 @@ def exact(xp: Any, case: Case, x: Any, weight: Any, bias: Any, span: Span) -> An
     return result
 
 
-def compare(xp: Any, result: Any, patches: list[Patch]) -> Accuracy:
-    """Compare a result, of a dtype that converts to float64, with the exact one, element by element."""
+def compare(xp: Any, result: Any, patches: list[Patch], smallest: float = 0.0) -> Accuracy:
+    """Compare a result with the exact one, element by element; `smallest` is the dtype's smallest positive number."""
     error = scaled = 0.0
     for patch in patches:
         got = result[patch.sample][:, slice(*patch.span)].astype(np.float64)
         off = abs(got - patch.value)
         # Where an output has no term at all, anything but an exact result is infinitely wrong.
         floor = np.finfo(np.float64).tiny
-        relative = float((off / xp.maximum(patch.magnitude, floor)).max())
+        # Rounding costs half of the smallest number, however small the terms are.
+        relative = float((xp.maximum(off - smallest / 2, 0) / xp.maximum(patch.magnitude, floor)).max())
         error = max(error, float("inf") if np.isnan(relative) else float(off.max()))
         scaled = max(scaled, float("inf") if np.isnan(relative) else relative)
     return Accuracy(error, scaled, all(bool(xp.isfinite(sample).all()) for sample in result))

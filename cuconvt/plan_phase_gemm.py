@@ -1,0 +1,303 @@
+"""Plans of the tensor-core kernel, ``kernels/phase_gemm.cu``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, prod
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import (
+    AXES,
+    DTYPE_CODES,
+    MAX_GRID,
+    Device,
+    Layout,
+    Plan,
+    Refusal,
+    all_positions,
+    at_residue,
+    needs_64_bits,
+    positions,
+    problem_parameters,
+    round_up,
+)
+
+PRECISION_CODES = {None: 0, "tf32": 1, "tf32x3": 3}
+ROW = 8  # positions along W that stay together
+MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
+MAX_STRIDE_W = 8  # phases whose accumulators a thread can hold
+REGISTERS = 65536  # of a multiprocessor
+# Compilers for other architectures than the one that the estimate was fitted on (9) take more registers: percent.
+REGISTERS_BY_ARCHITECTURE = {8: 125, 9: 100}
+REGISTERS_ELSEWHERE = 160
+
+# Rates of a multiprocessor, per clock, that the cost estimate uses; measured on an H200, similar from sm_80 on.
+MMA_CLOCKS = 1.5
+SHARED_BYTES_A_CLOCK = 128
+L2_BYTES_A_CLOCK = 24
+INSTRUCTIONS_A_COPY = 15
+TYPICAL_EXTENT = {1: 4096, 2: 256, 3: 64}  # of an axis, by rank
+STEP_CLOCKS = 150  # a barrier and the first loads after it
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The compile-time shape of a block; the fields are the macros of the kernel."""
+
+    warps: tuple[int, int, int]  # along D, H, W
+    warps_c: int
+    rows: int
+    rows_along_w: bool
+    tiles_c: int
+    k_steps: int
+
+    @property
+    def block(self) -> int:
+        return 32 * prod(self.warps) * self.warps_c
+
+    @property
+    def box(self) -> tuple[int, int, int]:
+        """Positions q of a block along D, H, W."""
+        d, h, w = self.warps
+        return (d, h, w * ROW * self.rows) if self.rows_along_w else (d, h * self.rows, w * ROW)
+
+    @property
+    def box_c(self) -> int:
+        return self.warps_c * self.tiles_c * 8
+
+
+def plan_phase_gemm(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+) -> Plan | Refusal:
+    """Propose the tile with the least estimated time, or say why tensor cores do not serve."""
+    if reason := _refuse(geometry, dtype, precision, device):
+        return Refusal("phase_gemm", reason)
+    work = _Work(geometry, dtype, precision, layout, device.compute_capability)
+    tile = min(_tiles(work, device), key=lambda t: work.clocks_a_position(t, device), default=None)
+    if tile is None:
+        return Refusal(
+            "phase_gemm", f"no tile fits into {device.shared_bytes} bytes of shared memory and the registers"
+        )
+    tiles_d, tiles_h, tiles_w = (-(-positions(geometry, a) // tile.box[a]) for a in range(3))
+    tiles_c = -(-geometry.c_out_per_group // tile.box_c)
+    phases = geometry.stride[0] * geometry.stride[1]
+    grid = tiles_d * tiles_h * tiles_w * phases * tiles_c * geometry.groups * geometry.n
+    if grid > MAX_GRID:
+        return Refusal("phase_gemm", f"{grid} blocks are more than a launch takes ({MAX_GRID})")
+    per_axis = {
+        "KERNEL": geometry.kernel,
+        "STRIDE": geometry.stride,
+        "DILATION": geometry.dilation,
+        "WARPS": tile.warps,
+    }
+    shared = 4 * work.shared_words(tile)
+    defines = (
+        ("DTYPE", DTYPE_CODES[dtype]),
+        ("PRECISION", PRECISION_CODES[precision]),
+        *(
+            (f"{name}_{axis}", value)
+            for name, values in per_axis.items()
+            for axis, value in zip(AXES, values, strict=True)
+        ),
+        ("WARPS_C", tile.warps_c),
+        ("ROWS", tile.rows),
+        ("ROWS_ALONG_W", int(tile.rows_along_w)),
+        ("TILES_C", tile.tiles_c),
+        ("K_STEPS", tile.k_steps),
+        ("EARLY", work.early),
+        ("X_CHANNELS_LAST", int(layout.x_channels_last)),
+        ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
+        ("INDEX64", int(needs_64_bits(geometry, layout, tile.box))),
+        ("MIN_BLOCKS", work.blocks(tile, device)),
+        ("SHARED_BYTES", shared),
+    )
+    chunks = -(-geometry.c_in_per_group // work.chunk(tile))
+    packed = geometry.groups * tiles_c * geometry.kernel[0] * geometry.kernel[1] * chunks * work.piece_words(tile)
+    return Plan(
+        kernel="phase_gemm",
+        defines=defines,
+        grid=grid,
+        block=tile.block,
+        shared_bytes=shared,
+        problem=problem_parameters(
+            geometry,
+            layout,
+            (tiles_d, tiles_h, tiles_w, tiles_c),
+            _x_vector(geometry, layout, work.itemsize),
+            _out_vector(geometry, layout, work.itemsize),
+        ),
+        cost=work.clocks_a_position(tile, device) * all_positions(geometry),
+        packed_words=packed,
+        packed_a_thread=work.fragment,
+    )
+
+
+def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
+    if device.compute_capability < 80:
+        return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
+    if dtype == "float64" or precision == "ieee":
+        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
+        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    if geometry.kernel[2] > MAX_UNROLLED_TAPS:
+        return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
+    if geometry.stride[2] > MAX_STRIDE_W:
+        return f"holds at most {MAX_STRIDE_W} phases along W, got stride {geometry.stride[2]}"
+    return None
+
+
+def _x_vector(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
+    """Whether x may be copied four positions of a row at a time or, channels-last, 16 bytes of channels."""
+    if not layout.x_channels_last:
+        whole = geometry.x_extent[2] % 4 == 0  # a view may end before the rows in memory do
+        return whole and layout.x_aligned and layout.x[4] == 1 and _others_divisible(layout.x, 4, 4)
+    unit = 16 // itemsize
+    groups_aligned = geometry.groups == 1 or geometry.c_in_per_group % unit == 0
+    return layout.x_aligned and groups_aligned and layout.x[1] == 1 and _others_divisible(layout.x, 1, unit)
+
+
+def _out_vector(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
+    """Whether the result may be written four channels at a time or, in rows of 16-bit numbers, two positions."""
+    if layout.out_channels_last:
+        groups_aligned = geometry.groups == 1 or geometry.c_out_per_group % 4 == 0
+        return layout.out_aligned and groups_aligned and layout.out[1] == 1 and _others_divisible(layout.out, 1, 4)
+    even_start = geometry.pad_before[2] % geometry.stride[2] % 2 == 0
+    even_rows = geometry.out_extent[2] % 2 == 0 and _others_divisible(layout.out, 4, 2)
+    return layout.out_aligned and itemsize == 2 and layout.out[4] == 1 and even_start and even_rows
+
+
+def _others_divisible(strides: tuple[int, ...], fastest: int, unit: int) -> bool:
+    return all(s % unit == 0 for axis, s in enumerate(strides) if axis != fastest)
+
+
+class _Work:
+    """The sizes that follow from a problem's compile-time parameters and a tile; the kernel computes the same ones."""
+
+    def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout, compute_capability: int):
+        self.geometry = geometry
+        self.compute_capability = compute_capability
+        self.channels_last = layout.x_channels_last
+        self.out_channels_last = layout.out_channels_last
+        self.itemsize = 4 if dtype == "float32" else 2
+        self.products = 3 if precision == "tf32x3" else 1
+        self.fragment = 4 if self.products == 3 else 2
+        steps = [s // gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True)]
+        hops = [d // gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True)]
+        self.taps_h = -(-geometry.kernel[1] // steps[1])  # of one phase, at most
+        self.even_taps_h = geometry.kernel[1] % steps[1] == 0  # all phases have equally many
+        self.reach_h = (self.taps_h - 1) * hops[1]
+        self.reach_w = (geometry.kernel[2] - 1) * geometry.dilation[2] // geometry.stride[2]
+        first = geometry.pad_before[2] // geometry.stride[2] - self.reach_w
+        self.early = 0 if self.channels_last else first % 4
+        self.live = len({k * geometry.dilation[2] % geometry.stride[2] for k in range(geometry.kernel[2])})
+
+    def chunk(self, tile: Tile) -> int:
+        """Input channels of a step."""
+        return 8 * tile.k_steps * (4 // self.itemsize)
+
+    def piece_words(self, tile: Tile) -> int:
+        """Packed weights of one tap along D and one along H."""
+        return tile.k_steps * self.geometry.kernel[2] * (tile.box_c // 8) * 32 * self.fragment
+
+    def x_words(self, tile: Tile) -> int:
+        d, h, w = tile.box
+        width = w + self.reach_w if self.channels_last else round_up(w + self.reach_w + self.early, 4)
+        count = d * (h + self.reach_h) * width
+        words = 8 * tile.k_steps
+        return count * (words + 4) if self.channels_last else words * at_residue(count, 8, 32)
+
+    def shared_words(self, tile: Tile) -> int:
+        """Return the kernel's shared memory; it asserts the same number (SHARED) when it is compiled."""
+        stage = self.x_words(tile) + self.taps_h * self.piece_words(tile)
+        stride_w = self.geometry.stride[2]
+        if self.out_channels_last:
+            piece = prod(tile.warps) * ROW * stride_w * at_residue(tile.box_c, 8, 16)
+        else:
+            piece = 8 * tile.warps_c * at_residue(prod(tile.box) * stride_w, 4 if stride_w == 1 else 8, 16)
+        return 2 * max(stage, piece)
+
+    def registers(self, tile: Tile) -> int:
+        """Estimate the registers of a thread, on the safe side: no tile that is chosen may spill."""
+        accumulators = 2 * tile.rows * tile.tiles_c * self.live
+        others = self._registers_of_three_products if self.products == 3 else self._registers_of_one
+        estimate = accumulators + others(tile)
+        return estimate * REGISTERS_BY_ARCHITECTURE.get(self.compute_capability // 10, REGISTERS_ELSEWHERE) // 100
+
+    def _registers_of_three_products(self, tile: Tile) -> int:
+        several = self.live > 1
+        count = 4 * tile.tiles_c * (self.taps_h + tile.rows) + 55
+        if several:
+            count += 7 * tile.tiles_c + 12 * (self.live - 1)
+            if self.channels_last and self.taps_h > 1 and self.even_taps_h:
+                count += 12 * tile.tiles_c * self.taps_h
+        if self.compute_capability < 90 and self.taps_h > (2 if several else 3):
+            count += 16 * tile.tiles_c * self.taps_h
+        return count
+
+    def _registers_of_one(self, tile: Tile) -> int:
+        count = 2 * tile.rows + 4 * self.reach_h + 2 * tile.tiles_c + self.taps_h // 3 * 3 + 50
+        if self.itemsize == 4:
+            return count + (6 if self.channels_last else 0)
+        # Two 16-bit channels become a word in registers, and what is unrolled is loaded ahead.
+        count += 8 + 2 * tile.k_steps + 4 * (tile.k_steps * (self.live - 1)) ** 2
+        if self.channels_last:
+            count += 3 * (self.live - 1) + (14 if tile.k_steps > 2 else 3) * tile.rows * (tile.k_steps - 1)
+        return count
+
+    def blocks(self, tile: Tile, device: Device) -> int:
+        """Blocks that a multiprocessor holds; each reserves 1 KB of shared memory on top of its own."""
+        by_registers = REGISTERS // (round_up(self.registers(tile), 8) * tile.block)
+        by_shared = (device.shared_bytes + 1024) // (4 * self.shared_words(tile) + 1024)
+        return max(1, min(by_registers, by_shared, 1536 // tile.block))
+
+    def clocks_a_position(self, tile: Tile, device: Device) -> float:
+        """Estimate the clocks of a multiprocessor for one position q, all its phases and the channels of a group."""
+        g = self.geometry
+        warps = tile.block // 32
+        taps_h = g.kernel[1] / g.stride[1]  # of a phase, on average
+        deep = tile.k_steps * g.kernel[2]
+        mma = warps * deep * taps_h * tile.tiles_c * tile.rows / 2 * self.products * MMA_CLOCKS
+        loads = warps * deep * (2 * tile.rows + 4 * self.reach_h + taps_h * tile.tiles_c * self.fragment)
+        loads *= 128 / SHARED_BYTES_A_CLOCK
+        staged = self.x_words(tile) + taps_h * self.piece_words(tile)
+        l2 = 4 * staged / L2_BYTES_A_CLOCK
+        issue = staged / 4 * INSTRUCTIONS_A_COPY / 128
+        busiest = max(mma, loads, l2)
+        blocks = self.blocks(tile, device)
+        idle = STEP_CLOCKS / blocks * (8 / max(8, blocks * warps))
+        step = busiest + 0.25 * (mma + loads + l2 - busiest) + issue + idle
+        step *= 1 + 0.5 / blocks**2  # a block alone has nobody to work while it waits
+        if blocks * warps < 8:
+            step *= 8 / (blocks * warps)
+        chunks = -(-g.c_in_per_group // self.chunk(tile))
+        stores = 2 * prod(tile.box) * g.stride[2] * tile.box_c * self.itemsize / L2_BYTES_A_CLOCK
+        if not self.out_channels_last:
+            stores *= 1 + 48 / (tile.box[2] * g.stride[2] * self.itemsize)  # short rows end in parts of sectors
+        phases = g.stride[0] * g.stride[1]
+        steps = chunks * g.kernel[0] * g.stride[1]  # over all phases along D and H
+        tiles_c = -(-g.c_out_per_group // tile.box_c)
+        # The last box of an axis is half empty on average; for extents, which may not choose, stands a typical one.
+        empty = prod(1 + box / (2 * TYPICAL_EXTENT[g.rank]) for box in tile.box[3 - g.rank :])
+        return tiles_c * empty * (steps * step + phases * stores) / prod(tile.box)
+
+
+def _tiles(work: _Work, device: Device) -> Iterator[Tile]:
+    """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
+    rank = work.geometry.rank
+    warps = {
+        1: [(1, 1, 4), (1, 1, 8)],
+        2: [(1, 2, 2), (1, 2, 4), (1, 1, 4)],
+        3: [(2, 1, 2), (4, 1, 1), (4, 1, 2), (2, 2, 2), (1, 2, 2), (1, 1, 4)],
+    }[rank]
+    for shape, warps_c, rows, tiles_c, k_steps in itertools.product(warps, (1, 2), (8, 4, 2), range(1, 9), (1, 2, 4)):
+        tile = Tile(shape, warps_c, rows, rank == 1, tiles_c, k_steps)
+        if tile.box_c >= work.geometry.c_out_per_group + 8 and tiles_c > 1:
+            continue
+        if k_steps > 1 and work.chunk(tile) >= 2 * work.geometry.c_in_per_group:
+            continue
+        if tile.block > 256 or work.registers(tile) > min(255, REGISTERS // tile.block):
+            continue
+        if 4 * work.shared_words(tile) <= device.shared_bytes:
+            yield tile
