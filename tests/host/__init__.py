@@ -1,0 +1,1 @@
+"""Runs the CUDA kernels on the host, under AddressSanitizer and UndefinedBehaviorSanitizer: no GPU is needed."""

@@ -1,0 +1,129 @@
+"""Compiles one specialisation of a kernel, from its unchanged source, to a program that runs it on the host."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from cuconvt.compile import Defines, cache_folder, kernel_folder
+
+HERE = Path(__file__).parent
+RUNTIME = ("main.cpp", "memory.cpp", "threads.cpp")
+DEBUG = bool(os.environ.get("HOST_DEBUG"))
+STANDARD = ("-std=c++17", "-g" if DEBUG else "-g1")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+KERNEL = (
+    *SANITIZE,
+    "-O0" if DEBUG else "-O1",  # above it compilation takes longer than the tests save
+    "-w",  # unroll pragmas and such are the CUDA compiler's business
+    "--param=asan-instrumentation-with-call-threshold=0",  # a call for every access, which memory.cpp takes over
+    "-fno-tree-loop-distribute-patterns",  # a memset would not be seen as accesses
+    "-fno-extern-tls-init",  # shared memory has no constructors
+)
+ACCESSES = [f"__asan_{kind}{size}" for kind in ("load", "store") for size in (1, 2, 4, 8, 16, "N")]
+
+
+@functools.cache
+def compiler() -> str | None:
+    """Return GCC's C++ compiler, or None: clang++ has no `--param` for the calls, so that it does not serve."""
+    for name in ("g++", "c++"):
+        path = shutil.which(name)
+        if path and "Free Software Foundation" in _output(path, "--version"):
+            return path
+    return None
+
+
+def why_not() -> str | None:
+    """Return why kernels cannot run on this host, or None where they can."""
+    return None if compiler() else "no C++ compiler: g++ is not installed"
+
+
+def kernel_sources(file: str) -> dict[str, str]:
+    """Return the texts of a kernel and its headers by name; of the PTX header, those of its stand-in."""
+    texts = {header.name: header.read_text() for header in sorted(kernel_folder().glob("*.cuh"))}
+    own = HERE / file
+    texts[file] = (own if own.exists() else kernel_folder() / file).read_text()
+    return {**texts, "ptx.cuh": (HERE / "ptx.cuh").read_text()}
+
+
+def program(sources: Mapping[str, str], file: str, entry: str, defines: Defines = ()) -> Path:
+    """Return the program that runs the kernel `entry` of the given file, from the cache or compiled now."""
+    macros = [f"-DKERNEL={entry}", *(f"-D{name}={value}" for name, value in defines)]
+    flags = (*STANDARD, *KERNEL, *macros)
+    target = _folder() / f"{entry}-{_digest(file, *flags, *_flat(_runtime_texts()), *_flat(sources))}"
+    if target.exists():
+        return target
+    # A folder of their own, so that a kernel finds the stand-in for the PTX header beside it.
+    code = _folder() / f"source-{_digest(*_flat(sources))}"
+    _write_all(code, sources)
+    with tempfile.TemporaryDirectory(dir=_folder()) as temporary:
+        made, kernel = Path(temporary) / "program", Path(temporary) / "kernel.o"
+        _compile(*flags, f'-DKERNEL_FILE="{code / file}"', f"-I{HERE}", "-c", HERE / "kernel.cpp", "-o", kernel)
+        wrapped = (f"-Wl,--wrap={name}" for name in ACCESSES)
+        _compile(*SANITIZE, *wrapped, kernel, *map(_runtime_object, RUNTIME), "-o", made)
+        os.replace(made, target)
+    return target
+
+
+def _runtime_object(name: str) -> Path:
+    target = _folder() / f"{name}-{_digest(*_flat(_runtime_texts()))}.o"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=_folder()) as temporary:
+            made = Path(temporary) / "object.o"
+            _compile(*STANDARD, "-O2", "-c", HERE / name, "-o", made)
+            os.replace(made, target)
+    return target
+
+
+@functools.cache
+def _runtime_texts() -> dict[str, str]:
+    names = (*RUNTIME, "kernel.cpp", "runtime.h", "builtins.cuh", "ptx.cuh")
+    return {f"host/{name}": (HERE / name).read_text() for name in names}
+
+
+def _write_all(folder: Path, texts: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        handle, temporary = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "w") as stream:
+            stream.write(text)
+        os.replace(temporary, folder / name)
+
+
+def _compile(*arguments: object) -> None:
+    path = compiler()
+    assert path is not None, why_not()
+    command = [path, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise AssertionError(f"the host's compiler failed: {' '.join(command)}\n{done.stderr}")
+
+
+@functools.cache
+def _version() -> str:
+    return _output(compiler() or "", "-v", "--version")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def _folder() -> Path:
+    folder = cache_folder() / "host"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _flat(texts: Mapping[str, str]) -> list[str]:
+    return [part for item in texts.items() for part in item]
+
+
+def _digest(*parts: str) -> str:
+    """Name what the parts and the compiler determine."""
+    return hashlib.sha256("\0".join((_version(), *parts)).encode()).hexdigest()[:24]

@@ -1,0 +1,149 @@
+// Stands in for kernels/ptx.cuh on the host: the same functions, with the instructions' rounding and fragment layouts.
+#pragma once
+
+#include "builtins.cuh"
+
+// ---- conversions ---------------------------------------------------------------------------------------------------
+
+inline float half_bits_to_float(unsigned short bits) {
+    const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
+    if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | fraction << 13);
+    if (exponent) return __uint_as_float(sign | (exponent + 112) << 23 | fraction << 13);
+    const float denormal = (float)fraction * 0x1p-24f;
+    return sign ? -denormal : denormal;
+}
+
+inline unsigned short float_to_half_bits(float value) {
+    const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return 0x7fff;  // the instruction's one NaN
+    if (magnitude >= 0x47800000u) return (unsigned short)(sign | 0x7c00u);  // 2**16 and more
+    if (magnitude < 0x38800000u) {  // below 2**-14: a multiple of 2**-24, rounded by the addition of 0.75 * 2**0
+        const float shifted = __uint_as_float(magnitude) + 0.75f;
+        return (unsigned short)(sign | (__float_as_uint(shifted) - __float_as_uint(0.75f)));
+    }
+    const unsigned rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
+    return (unsigned short)(sign | ((rounded - (112u << 23)) >> 13));
+}
+
+inline unsigned floats_to_half_bits(float low, float high) {
+    return float_to_half_bits(low) | (unsigned)float_to_half_bits(high) << 16;
+}
+
+inline unsigned floats_to_bfloat16_bits(float low, float high) {
+    const auto narrow = [](float value) -> unsigned {
+        const unsigned bits = __float_as_uint(value);
+        return value != value ? 0x7fff : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;  // the instruction's one NaN
+    };
+    return narrow(low) | narrow(high) << 16;
+}
+
+inline unsigned float_to_tf32(float value) {
+    const unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffffffu;
+    if ((bits & 0x7fffffffu) == 0x7f800000u) return bits;
+    return (bits + 0x1000u) & 0xffffe000u;  // ties away from zero
+}
+
+// ---- mma.sync ------------------------------------------------------------------------------------------------------
+
+struct HostMma {
+    float* d;
+    const unsigned *a, *b;
+    const float* c;
+};
+
+// D = A B + C for A of 16 x K and B of K x 8, each lane with its fragments. Element k of a fragment's row or column lies in
+// register k / (4 * PACKED), of lane k / PACKED % 4 of its group, at place k % PACKED. The sum is rounded once.
+template <int K, int PACKED, class Unpack> void host_mma(void* const* lanes, Unpack unpack) {
+    float a[16][K], b[K][8];
+    for (int k = 0; k < K; ++k) {
+        const int part = k / (4 * PACKED), member = k / PACKED % 4, place = k % PACKED;
+        for (int row = 0; row < 16; ++row) {
+            const HostMma& lane = *(const HostMma*)lanes[row % 8 * 4 + member];
+            a[row][k] = unpack(lane.a[2 * part + row / 8], place);
+        }
+        for (int column = 0; column < 8; ++column) {
+            const HostMma& lane = *(const HostMma*)lanes[column * 4 + member];
+            b[k][column] = unpack(lane.b[part], place);
+        }
+    }
+    for (int row = 0; row < 16; ++row) {
+        for (int column = 0; column < 8; ++column) {
+            const HostMma& lane = *(const HostMma*)lanes[row % 8 * 4 + column / 2];
+            const int i = row / 8 * 2 + column % 2;
+            double sum = lane.c[i];
+            for (int k = 0; k < K; ++k) sum += (double)a[row][k] * b[k][column];
+            lane.d[i] = (float)sum;
+        }
+    }
+}
+
+inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4]) {
+    HostMma mine = {d, a, b, c};
+    host::together(0xffffffffu, &mine, [](void* const* lanes, unsigned) {
+        host_mma<8, 1>(lanes, [](unsigned bits, int) { return __uint_as_float(bits & 0xffffe000u); });
+    });
+}
+
+inline void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4]) {
+    HostMma mine = {d, a, b, c};
+    host::together(0xffffffffu, &mine, [](void* const* lanes, unsigned) {
+        host_mma<16, 2>(lanes, [](unsigned bits, int place) {
+            return half_bits_to_float((unsigned short)(bits >> 16 * place));
+        });
+    });
+}
+
+inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4]) {
+    HostMma mine = {d, a, b, c};
+    host::together(0xffffffffu, &mine, [](void* const* lanes, unsigned) {
+        host_mma<16, 2>(lanes, [](unsigned bits, int place) { return __uint_as_float(bits >> 16 * place << 16); });
+    });
+}
+
+// ---- ldmatrix ------------------------------------------------------------------------------------------------------
+
+struct HostRow {
+    unsigned short value[8];
+    unsigned* r;
+};
+
+// Lane 8 * i + row holds that row of matrix i. Lane l receives two neighbours of row l / 4, or of that column.
+template <bool TRANSPOSED> void host_load_matrix_x4(unsigned (&r)[4], const void* shared_row) {
+    struct alignas(16) Row {
+        unsigned short value[8];
+    };
+    const Row row = *(const Row*)shared_row;
+    HostRow mine;
+    for (int i = 0; i < 8; ++i) mine.value[i] = row.value[i];
+    mine.r = r;
+    host::together(0xffffffffu, &mine, [](void* const* lanes, unsigned) {
+        for (int lane = 0; lane < 32; ++lane) {
+            for (int i = 0; i < 4; ++i) {
+                unsigned packed = 0;
+                for (int place = 0; place < 2; ++place) {
+                    const int across = lane % 4 * 2 + place, down = lane / 4;
+                    const HostRow& from = *(const HostRow*)lanes[8 * i + (TRANSPOSED ? across : down)];
+                    packed |= (unsigned)from.value[TRANSPOSED ? down : across] << 16 * place;
+                }
+                ((HostRow*)lanes[lane])->r[i] = packed;
+            }
+        }
+    });
+}
+
+inline void load_matrix_x4(unsigned (&r)[4], const void* shared_row) { host_load_matrix_x4<false>(r, shared_row); }
+
+inline void load_matrix_x4_transposed(unsigned (&r)[4], const void* shared_row) {
+    host_load_matrix_x4<true>(r, shared_row);
+}
+
+// ---- cp.async ------------------------------------------------------------------------------------------------------
+
+inline void copy_async_4(void* shared, const void* global, int bytes) { host::copy_async(shared, global, 4, bytes); }
+inline void copy_async_16(void* shared, const void* global, int bytes) { host::copy_async(shared, global, 16, bytes); }
+inline void copy_async_16_shared_by_blocks(void* shared, const void* global) {
+    host::copy_async(shared, global, 16, 16);
+}
+inline void copy_async_commit() { host::copy_async_commit(); }
+template <int PENDING> void copy_async_wait() { host::copy_async_wait(PENDING); }

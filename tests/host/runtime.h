@@ -1,0 +1,73 @@
+// What the kernel's translation unit, the threads, the memory checks and the job loop know of each other.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace host {
+
+constexpr unsigned MAX_THREADS = 1024;
+constexpr size_t MAX_SHARED = 227 * 1024;
+
+// ---- threads.cpp: the threads of one block, as fibers that run one at a time
+
+constexpr size_t STACK = 256 * 1024;  // of a thread; a sanitizer's report alone takes a good part of it
+
+constexpr size_t GUARD = 4096;        // below each stack
+
+extern unsigned current;  // the running thread, counted within its block
+extern uintptr_t stacks;  // of all threads, one after the other
+
+typedef void (*Body)();
+
+// Order in which the threads run between two barriers. A result that depends on it depends on a race.
+enum Order { ASCENDING, DESCENDING, SHUFFLED };
+
+void run_block(unsigned threads, Body body, Order order, unsigned seed);
+
+// __syncthreads. Every thread of the block has to come, also those that would rather return.
+void barrier();
+
+// A collective of the lanes in `mask`: each passes its operands, the last one to come runs `act` for all of them.
+void together(unsigned mask, void* mine, void (*act)(void* const* lanes, unsigned mask));
+
+// Accesses to memory are ordered by barriers of the block, and in a warp by its collectives: both are counted.
+extern uint32_t intervals;
+extern uint32_t warp_intervals[MAX_THREADS / 32];
+
+// ---- memory.cpp: who may read and write what
+
+enum Role { VALUE, INPUT, OUTPUT, ABSENT };  // of a kernel's argument
+
+struct Argument {
+    char name[16];
+    uint32_t role;
+    uint32_t residue;  // of its address modulo 256
+    uint64_t size;     // in bytes
+    uint64_t first;    // offset of its first element, which a negative stride puts behind others
+};
+
+void begin_launch();
+// `elements` marks the bytes that belong to an element: what lies between them must not be touched.
+void add_array(const Argument& argument, unsigned char* data, const unsigned char* elements);
+int64_t first_unwritten(const unsigned char* data);  // byte of an output that no thread wrote, or -1
+void begin_block(unsigned threads, size_t shared_bytes, int pattern);
+
+void check(uintptr_t address, size_t size, bool write);
+
+// An asynchronous copy of `size` bytes, of which those from `bytes` on are zeros. It lands at the wait that covers it.
+void copy_async(void* shared, const void* global, unsigned size, int bytes);
+void copy_async_commit();
+void copy_async_wait(unsigned pending);
+
+// ---- main.cpp
+
+// Ends the process with the message, the kernel, the block and the thread.
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// ---- kernel.cpp
+
+extern const char* const kernel_name;
+void run_thread(void* const* arguments);
+
+}  // namespace host

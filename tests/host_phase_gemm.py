@@ -1,0 +1,69 @@
+"""Cases of phase_gemm for the host, each of one program, and the edges of its tiles."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from described import DEVICES
+from strategies import LAYOUTS, Ints, Specialisation
+
+BUDGET = 0.2  # an mma of 32 threads takes longer than its products
+LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
+LONGEST = {1: (270,), 2: (10, 34), 3: (4, 9, 17)}  # just beyond one tile on every axis
+# Dtype, kernel, channels of a group (in and out) and whether channels-last: tiles that small problems do not choose.
+RARE_TILES = (
+    ("float16", (1, 1, 1), 64, 96, True),
+    ("float32", (3, 3), 17, 25, False),
+    ("float16", (1,), 3, 48, False),
+    ("float16", (1,), 64, 24, False),
+    ("float16", (1, 1, 1), 3, 33, False),
+    ("float32", (2, 1), 8, 12, True),
+    ("bfloat16", (1, 3), 3, 5, True),
+    ("bfloat16", (1, 1, 1), 8, 48, True),
+    ("float16", (1, 1, 1), 3, 64, False),
+)
+KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
+LAST = ("channels_last",)
+NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Return the fields of each case by name."""
+    found = {}
+    for index in range(34 - len(RARE_TILES)):
+        choose = random.Random(index)
+        (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
+        kernel, stride, dilation = (
+            tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3, 3)
+        )
+        stride = (*(min(s, 2) for s in stride[:-1]), stride[-1])  # each phase along D and H is blocks of its own
+        c_in, c_out = choose.choice((1, 2, 3, 8, 9, 17)), choose.choice((1, 3, 5, 8, 12, 17, 25))
+        x, out = (choose.random() < 0.4 for _ in range(2))
+        spec = Specialisation(kernel, stride, dilation, c_in, c_out, layouts(x), layouts(out)[:-1] or LAST)
+        fields = {
+            "precision": precision,
+            "device": choose.choice(list(DEVICES.values())),
+            "first_w": choose.randrange(4),
+        }
+        fields["index64"] = choose.random() < 0.2
+        found[f"{index}-{precision or dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
+    for dtype, kernel, c_in, c_out, last in RARE_TILES:
+        precision = "tf32x3" if dtype == "float32" else None
+        once = (1,) * len(kernel)
+        stride = (2,) * len(kernel) if precision else once
+        spec = Specialisation(kernel, stride, once, c_in, c_out, layouts(last), layouts(last)[:-1] or LAST)
+        found[f"{dtype}-{c_in}-to-{c_out}"] = {"spec": spec, "dtype": dtype, "precision": precision, "first_w": 0}
+    return found
+
+
+def layouts(last: bool) -> tuple[str, ...]:
+    return LAST if last else NOT_LAST
+
+
+def box(defines: dict[str, int]) -> Ints:
+    """Return what a block owns along D, H, W (in positions q of a phase), C_out, and C_in (at a time)."""
+    rows_h, rows_w = (1, defines["ROWS"]) if defines["ROWS_ALONG_W"] else (defines["ROWS"], 1)
+    width, channels = 8 * defines["WARPS_W"] * rows_w, 8 * defines["WARPS_C"] * defines["TILES_C"]
+    chunk = 8 * defines["K_STEPS"] * (1 if defines["DTYPE"] == 2 else 2)
+    return (defines["WARPS_D"], defines["WARPS_H"] * rows_h, width, channels, chunk)

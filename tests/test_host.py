@@ -1,0 +1,353 @@
+"""Every kernel, executed on the host under sanitizers: values against float64, and every access to memory checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import host_few_channels
+import host_phase_gemm
+import numpy as np
+import pytest
+from described import DEVICES, channels_last, contiguous, geometry_of
+from harness import check
+from host.backend import launch, on_host, plan_family
+from host.build import HERE, why_not
+from hypothesis import given, seed, settings
+from shipped import OF_THE_PROBLEM, shipped
+from strategies import DTYPES, LAYOUTS, Problem, Specialisation, case, problems
+from test_plan import struct_fields
+
+from cuconvt.compile import kernel_folder
+from cuconvt.plan import Device, Layout, Plan, positions
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+EXAMPLES = settings().max_examples // 33  # geometries drawn for a specialisation
+NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
+LONGEST = {1: (420,), 2: (18, 34), 3: (9, 6, 18)}  # just beyond one tile on every axis
+LARGEST_KERNEL = {1: 9, 2: 5, 3: 3}
+SMALL = Device(80, 108, 8 * 1024)  # so little shared memory that a halo of modest size does not fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A specialisation of a kernel: every problem of it runs the same program."""
+
+    spec: Specialisation
+    dtype: str
+    precision: str | None = None
+    device: Device = DEVICES[90]
+    index64: bool = False  # 64-bit indices, though the problem is small
+    first_w: int | None = None  # the first position q along W, modulo 4; None: any
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"INDEX64": 1} if self.index64 else {}
+
+
+def make_case(
+    dtype: str,
+    kernel: Any,
+    stride: Any,
+    dilation: Any,
+    c_in: int,
+    c_out: int,
+    last: tuple[bool, bool] = (False, False),
+    **fields: Any,
+) -> Case:
+    layouts = [("channels_last",) if side else NOT_LAST for side in last]
+    outs = tuple(layout for layout in layouts[1] if layout != "broadcast")
+    return Case(Specialisation(kernel, stride, dilation, c_in, c_out, layouts[0], outs), dtype, **fields)
+
+
+def gather_cases() -> dict[str, Case]:
+    cases = {}
+    for index in range(34):
+        choose = random.Random(index)
+        dtype, rank = tuple(DTYPES)[index % 4], 1 + index // 4 % 3
+        kernel, stride, dilation = (
+            tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3, 3)
+        )
+        c_in, c_out = choose.choice((1, 2, 3, 5, 9)), choose.choice((1, 2, 3, 4, 5, 7, 9, 15, 17, 25)[: 12 - rank])
+        last = (choose.random() < 0.4, choose.random() < 0.4)
+        fields = {"device": choose.choice(list(DEVICES.values())), "index64": choose.random() < 0.2}
+        cases[f"{index}-{dtype}-{rank}d"] = make_case(dtype, kernel, stride, dilation, c_in, c_out, last, **fields)
+    for dtype, axes in itertools.product(("float32", "float16"), (1, 2, 3)):
+        # Dilations so large that the halo of one axis after the other does not fit.
+        dilation = {1: (20, 1, 1), 2: (20, 20, 1), 3: (20, 20, 30)}[axes]
+        cases[f"{dtype}-no-halo-{axes}"] = make_case(dtype, (2, 2, 3), (2, 1, 2), dilation, 2, 3, device=SMALL)
+    cases["channels-24"] = make_case("float16", (1,), (1,), (1,), 1, 24)
+    cases["channels-49"] = make_case("float32", (2, 2), (2, 2), (1, 1), 3, 49)
+    cases["stride-17"] = make_case("float32", (2, 19), (1, 17), (1, 1), 3, 2)
+    cases["kernel-33"] = make_case("bfloat16", (33,), (2,), (1,), 3, 2)
+    return cases
+
+
+def gather_box(defines: dict[str, int]) -> tuple[int, ...]:
+    """Return what a block owns along D, H, W (in positions q of a phase), C_out, and C_in (at a time)."""
+    width = defines["THREADS_W"] * defines["POSITIONS_W"]
+    channels = defines["THREADS_C"] * defines["CHANNELS"]
+    return (defines["THREADS_D"], defines["THREADS_H"], width, channels, defines["CHUNK"])
+
+
+# A kernel joins by its name here. Its cases reach every value of every macro that its planner can choose.
+CASES = {
+    "gather": gather_cases(),
+    "few_channels": {name: Case(**fields) for name, fields in host_few_channels.cases().items()},
+    "phase_gemm": {name: Case(**fields) for name, fields in host_phase_gemm.cases().items()},
+}
+BOXES = {"gather": gather_box, "few_channels": host_few_channels.box, "phase_gemm": host_phase_gemm.box}
+
+
+def of_the_case(this: Case, problem: Problem) -> Problem:
+    """Return the problem, or with up to three more inputs along W, and padding for these, for `first_w`."""
+    if this.first_w is None:
+        return problem
+    (before, after), stride = problem.padding[-1], problem.stride[-1]
+    more = (this.first_w - before // stride) % 4
+    extent = (*problem.extent[:-1], problem.extent[-1] + more)
+    return dataclasses.replace(problem, extent=extent, padding=(*problem.padding[:-1], (before + more * stride, after)))
+
+
+def plan_for(family: str, this: Case, problem: Problem) -> Plan:
+    geometry = geometry_of(problem)
+    g = geometry
+
+    def strides(layouts: tuple[str, ...], extents: tuple[int, ...]) -> tuple[int, ...]:
+        found = (channels_last if layouts == ("channels_last",) else contiguous)(extents)
+        return tuple(2 * stride for stride in found) if layouts[0] == "strided" else found
+
+    layout = Layout(
+        x=strides(this.spec.x_layouts, (g.n, g.c_in, *g.x_extent)),
+        weight=contiguous((g.c_in, g.c_out_per_group, *g.kernel)),
+        bias=1,
+        out=strides(this.spec.out_layouts, (g.n, g.c_out, *g.out_extent)),
+    )
+    return plan_family(family, geometry, this.dtype, layout, this.precision, this.device)
+
+
+def smallest(this: Case, extent: tuple[int, ...] | None = None) -> Problem:
+    """Return a problem of the case with as few groups and as little padding as it allows."""
+    spec = this.spec
+    groups, rank = spec.groups or 1, len(spec.kernel)
+    layouts = {"x_layout": spec.x_layouts[0], "out_layout": spec.out_layouts[0]}
+    problem = case(
+        (1, groups * spec.c_in_per_group, *(extent or (1,) * rank)),
+        groups * spec.c_out_per_group,
+        spec.kernel,
+        spec.stride,
+        padding=(0,) * (rank - 1) + ((spec.shift_w or 0, 0),),
+        groups=groups,
+        dilation=spec.dilation,
+        has_bias=True,
+        **layouts,
+    )
+    return of_the_case(this, problem)
+
+
+def one_past_every_edge(family: str, this: Case) -> Problem:
+    """Return the problem whose last tile holds a single position, along every axis."""
+    problem = smallest(this)
+    axes = range(3 - problem.rank, 3)
+    tile = BOXES[family](dict(plan_for(family, this, problem).defines))
+    extent = []
+    for axis in axes:
+        positions_of_one = positions(geometry_of(problem), axis)  # each further input is a further position
+        more = (1 - positions_of_one) % tile[axis]
+        extent.append(1 + (more or tile[axis]))
+    return smallest(this, tuple(extent))
+
+
+def whole_words(this: Case) -> Problem:
+    """Return a problem whose rows of inputs are a multiple of four, and those of outputs of two where they can be."""
+    lead = (2,) * (len(this.spec.kernel) - 1)
+    found = (smallest(this, (*lead, width)) for width in range(17, 25))
+    whole = [problem for problem in found if problem.extent[-1] % 4 == 0]
+    return min(whole, key=lambda problem: problem.out_shape[-1] % 2)
+
+
+FAMILY_CASES = [pytest.param(family, name, id=f"{family}-{name}") for family, cases in CASES.items() for name in cases]
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILY_CASES)
+def test_any_geometry(family: str, name: str) -> None:
+    this = CASES[family][name]
+    longest, budget = LONGEST[len(this.spec.kernel)], 1.0
+    if family == "phase_gemm":
+        longest, budget = host_phase_gemm.LONGEST[len(this.spec.kernel)], host_phase_gemm.BUDGET
+    with on_host(family, this.device, this.precision, this.defines):
+
+        @seed(len(name))
+        @settings(max_examples=EXAMPLES, derandomize=False, database=None)
+        @given(problem=problems(this.spec, longest, longest[-1] + 8, budget))
+        def every_problem(problem: Problem) -> None:
+            check(of_the_case(this, problem), this.dtype, precision=this.precision)
+
+        check(one_past_every_edge(family, this), this.dtype, precision=this.precision)
+        if family == "phase_gemm":
+            check(whole_words(this), this.dtype, precision=this.precision)
+        every_problem()
+
+
+def test_enough_geometries_of_every_family() -> None:
+    for family, cases in CASES.items():
+        assert len(cases) * (EXAMPLES + 1) >= 300, family
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_last_tiles_are_ragged(family: str) -> None:
+    tiled, ragged = set(), set()
+    for this in CASES[family].values():
+        problem = one_past_every_edge(family, this)
+        geometry = geometry_of(problem)
+        counts = (*(positions(geometry, axis) for axis in range(3)), problem.c_out_per_group, problem.c_in_per_group)
+        edges = BOXES[family](dict(plan_for(family, this, problem).defines))
+        for axis, count, edge in zip(("D", "H", "W", "C_out", "C_in"), counts, edges, strict=True):
+            if edge > 1:
+                tiled.add(axis)
+            if count > edge and count % edge:
+                ragged.add(axis)
+    assert ragged == tiled
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_every_value_of_every_macro_is_reached(family: str) -> None:
+    reached = defaultdict(set)
+    for this in CASES[family].values():
+        for name, value in {**dict(plan_for(family, this, smallest(this)).defines), **this.defines}.items():
+            reached[name].add(value)
+    for plan in shipped(family, 90):
+        for name, value in plan.defines:
+            if not name.startswith((*OF_THE_PROBLEM, "MIN_BLOCKS")):  # which the host ignores
+                assert value in reached[name], f"no case of {family} has {name}={value}, as {plan} has"
+    assert reached["INDEX64"] == {0, 1}
+
+
+def test_copies_of_words_and_of_single_elements_are_reached() -> None:
+    """A phase GEMM chooses at run time how it reads x and writes the result."""
+    at = [name for name, length in struct_fields() for _ in range(length)]
+    reached = defaultdict(set)
+    for this in CASES["phase_gemm"].values():
+        for problem in (one_past_every_edge("phase_gemm", this), whole_words(this)):
+            plan = plan_for("phase_gemm", this, problem)
+            defines = dict(plan.defines)
+            for side in ("x", "out"):
+                kind = (side, this.dtype, defines[f"{side.upper()}_CHANNELS_LAST"])
+                reached[kind].add(plan.problem[at.index(f"{side}_vector")])
+    for (side, dtype, last), switches in reached.items():
+        never = side == "out" and dtype == "float32" and not last  # a word is one element
+        assert switches == ({0} if never else {0, 1}), (side, dtype, last)
+    assert len(reached) == 2 * 3 * 2
+
+
+def test_every_family_is_reached() -> None:
+    assert {file.stem for file in kernel_folder().glob("*.cu")} == set(CASES) | set(without_twin())
+
+
+def test_kernels_that_the_host_cannot_run() -> None:
+    assert without_twin() == {}
+
+
+def without_twin() -> dict[str, set[str]]:
+    """Return the kernels that call functions of the PTX header which its stand-in lacks, with these functions."""
+    missing = functions(kernel_folder() / "ptx.cuh") - functions(HERE / "ptx.cuh")
+    kernels = {}
+    for file in kernel_folder().glob("*.cu"):
+        headers = [header.read_text() for header in kernel_folder().glob("*.cuh") if header.name != "ptx.cuh"]
+        words = set(re.findall(r"\w+", "".join([file.read_text(), *headers])))
+        if words & missing:
+            kernels[file.stem] = words & missing
+    return kernels
+
+
+def functions(header: Path) -> set[str]:
+    """Return the names of the functions that a header defines."""
+    start = r"^(?:template <[^>]*>\s*)?(?:__device__ __forceinline__|inline|void)\b"
+    return set(re.findall(start + r"[\w ]* (\w+)\(", header.read_text(), re.M))
+
+
+# ---- the PTX header's stand-in --------------------------------------------------------------------------------------
+
+
+def test_every_half_widens_exactly() -> None:
+    bits = np.arange(2**16, dtype=np.uint16)
+    values = np.empty(bits.size, np.float32)
+    launch("twins.cu", "widen_halves", 32, {"bits": bits, "out": values, "count": bits.size})
+    expected = bits.view(np.float16).astype(np.float32)
+    assert np.array_equal(values, expected, equal_nan=True)
+    assert np.array_equal(np.signbit(values), np.signbit(expected))
+
+
+def floats_to_round() -> np.ndarray:
+    """Return floats of every exponent, among them all halves, the middles between them and their neighbours."""
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    finite = np.sort(halves[np.isfinite(halves)].astype(np.float32))
+    middles = (finite[1:] + finite[:-1]) / 2
+    bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
+    near = [np.nextafter(middles, np.float32(to)) for to in (-np.inf, np.inf)]
+    special = np.array([65519.996, 65520, 65536, 1e9, np.inf, -np.inf, np.nan, 2**-25, 2**-26], np.float32)
+    return np.concatenate([halves.astype(np.float32), middles, *near, bits, special, -special])
+
+
+def test_floats_narrow_to_the_nearest_half() -> None:
+    values = floats_to_round()
+    bits = np.empty(values.size, np.uint16)
+    launch("twins.cu", "narrow_to_halves", 32, {"values": values, "out": bits, "count": values.size})
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16)
+    number = ~np.isnan(values)
+    assert np.array_equal(bits[number], expected[number].view(np.uint16))
+    assert np.isnan(bits[~number].view(np.float16)).all()
+
+
+def test_floats_round_to_tf32() -> None:
+    values = floats_to_round()
+    bits = np.empty(values.size, np.uint32)
+    launch("twins.cu", "round_to_tf32", 32, {"values": values, "out": bits, "count": values.size})
+    assert np.isnan(bits[np.isnan(values)].view(np.float32)).all()
+    values, bits = values[~np.isnan(values)], bits[~np.isnan(values)]
+    rounded = bits.view(np.float32)
+    assert not (bits & 0x1FFF).any()
+    assert np.array_equal(rounded[np.isinf(values)], values[np.isinf(values)])
+    normal = np.isfinite(rounded) & (np.abs(values) >= 2.0**-126)
+    fraction, exponent = np.frexp(values[normal].astype(np.float64))
+    away = np.copysign(np.floor(np.abs(fraction) * 2**11 + 0.5), fraction)  # 11 significant bits, ties away from zero
+    assert np.array_equal(rounded[normal], np.ldexp(away, exponent - 11).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["tf32", "f16", "bf16"])
+def test_fragments_multiply_as_matrices(name: str) -> None:
+    rng = np.random.default_rng(0)
+    depth, dtype = {"tf32": (8, np.float32), "f16": (16, np.float16), "bf16": (16, DTYPES["bfloat16"])}[name]
+    a, b = rng.standard_normal((16, depth)).astype(dtype), rng.standard_normal((depth, 8)).astype(dtype)
+    c, d = rng.standard_normal((16, 8)).astype(np.float32), np.empty((16, 8), np.float32)
+    words = [np.ascontiguousarray(matrix).view(np.uint32) for matrix in (a, b.T)]
+    launch("twins.cu", f"multiply_{name}", 32, {"a": words[0], "b": words[1], "c": c, "out": d})
+    if name == "tf32":  # the low 13 bits of an operand are ignored
+        a, b = ((matrix.view(np.uint32) & 0xFFFFE000).view(np.float32) for matrix in (a, b))
+    exact = c + a.astype(np.float64) @ b.astype(np.float64)
+    assert np.array_equal(d, exact.astype(np.float32))
+
+
+@pytest.mark.parametrize("entry", ["load_as_they_are", "load_transposed"])
+def test_matrices_are_loaded_by_rows_or_columns(entry: str) -> None:
+    matrices = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
+    words = np.empty((4, 32), np.uint32)
+    launch("twins.cu", entry, 32, {"matrices": matrices, "out": words}, shared_bytes=512)
+    seen = matrices.transpose(0, 2, 1) if entry == "load_transposed" else matrices
+    assert np.array_equal(words.view(np.uint16).reshape(4, 8, 8), seen)
+
+
+def test_shuffles_votes_and_static_shared_memory() -> None:
+    values = np.random.default_rng(0).integers(-100, 100, 96).astype(np.int32)
+    out, votes = np.empty(96, np.int32), np.empty(96, np.int32)
+    launch("twins.cu", "sum_of_block", 96, {"values": values, "out": out, "out_votes": votes})
+    odd = np.repeat((values.reshape(3, 32) & 1).sum(1), 32)
+    assert (out == values.sum()).all()
+    assert np.array_equal(votes, (values > 0).sum() + odd)

@@ -1,0 +1,102 @@
+"""What compiled kernels need: no spilled register, no stack, and no more registers and shared memory than planned for.
+
+By default a part of the specialisations is compiled. All of them, which takes half an hour on two cores:
+
+    RESOURCES=full python -m pytest tests/test_resources.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from described import DEVICES, gather_of
+from fixed_cases import FIXED
+from ptxas import Usage, measure_all, parse
+from shipped import of_every_tile
+from strategies import DTYPES, case
+
+from cuconvt import compile as compiler
+from cuconvt.plan import Plan
+
+nvrtc = pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed").cuda.nvrtc
+
+FAMILIES = sorted(file.stem for file in compiler.kernel_folder().glob("*.cu"))
+FULL = os.environ.get("RESOURCES") == "full"
+PART = 24  # by default one tile of so many is compiled, others for each architecture
+REGISTERS = 65536  # of a multiprocessor
+REGISTER_UNIT = 8  # of a thread
+
+
+def problems_with(plan: Plan, usage: Usage, shared_limit: int) -> list[str]:
+    """Return in words what is wrong with the resources of a specialisation."""
+    wrong = []
+    if usage.spilled_bytes:
+        wrong.append(f"spills {usage.spilled_bytes} bytes")
+    if usage.stack_bytes:
+        wrong.append(f"has a stack frame of {usage.stack_bytes} bytes")
+    blocks = dict(plan.defines)["MIN_BLOCKS"]
+    registers = -(-usage.registers // REGISTER_UNIT) * REGISTER_UNIT * plan.block * blocks
+    if registers > REGISTERS:
+        wrong.append(f"needs {registers} registers for {blocks} blocks of {plan.block} threads")
+    if plan.shared_bytes + usage.static_shared_bytes > shared_limit:
+        wrong.append(f"needs {plan.shared_bytes} + {usage.static_shared_bytes} bytes of shared memory")
+    return wrong
+
+
+def check(family: str, arch: int, plans: tuple[Plan, ...], cache: pytest.Cache) -> None:
+    """Compile plans that are not in the cache yet, and test the resources of all."""
+    if arch not in nvrtc.getSupportedArchs():
+        pytest.skip(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not know sm_{arch}")
+    assert plans
+    jobs = {(family, f"sm_{arch}", plan.defines): plan for plan in plans}
+    keys = {job: compiler._key(f"{job[0]}.cu", *job[1:]) for job in jobs}
+    store = f"cuconvt/resources-{family}-{arch}"
+    known = {key: usage for key, usage in cache.get(store, {}).items() if key in keys.values()}
+    for job, usage in measure_all(job for job in jobs if keys[job] not in known).items():
+        known[keys[job]] = usage
+    cache.set(store, {key: usage for key, usage in known.items() if isinstance(usage, dict)})
+    failures = []
+    for job, plan in jobs.items():
+        usage = known[keys[job]]
+        wrong = [usage] if isinstance(usage, str) else problems_with(plan, Usage(**usage), DEVICES[arch].shared_bytes)
+        failures += [f"{', '.join(wrong)}: {plan}"] if wrong else []
+    assert not failures, f"{len(failures)} of {len(jobs)} for sm_{arch}:\n" + "\n".join(failures)
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_tiles(family: str, arch: int, pytestconfig: pytest.Config) -> None:
+    first = PART // len(DEVICES) * sorted(DEVICES).index(arch)
+    check(family, arch, of_every_tile(family, arch)[first::PART], pytestconfig.cache)
+
+
+@pytest.mark.skipif(not FULL, reason="compiling every tile takes half an hour: RESOURCES=full")
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tile(family: str, arch: int, pytestconfig: pytest.Config) -> None:
+    check(family, arch, of_every_tile(family, arch), pytestconfig.cache)
+
+
+# float64 accumulators of several phases along W have spilled registers.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [2, 4, 7])
+def test_many_accumulators_do_not_spill(kernel: int, dtype: str) -> None:
+    plan = gather_of(case((1, 9, 5, 5, 5), 48, kernel, min(kernel, 4)), dtype)
+    ((_, usage),) = measure_all([("gather", "sm_90", plan.defines)]).items()
+    assert isinstance(usage, dict), usage
+    assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
+
+
+def test_a_log_is_understood() -> None:
+    log = """ptxas info    : Compiling entry function 'gather_pack' for 'sm_90'
+ptxas info    : Function properties for gather_pack
+ptxas         .     8 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 20 registers, used 0 barriers
+ptxas info    : Compiling entry function 'gather' for 'sm_90'
+ptxas info    : Function properties for gather
+ptxas         .     0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 84 registers, used 1 barriers, 1024 bytes smem
+"""
+    assert parse(log, "gather") == Usage(registers=84, stack_bytes=8, spilled_bytes=20, static_shared_bytes=1024)
+    assert len(problems_with(gather_of(FIXED["kb72"]), Usage(255, 8, 20, 1024), 1024)) == 4
