@@ -64,6 +64,15 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
           "f"(c[3]));
 }
 
+// Four matrices of 8 x 8 16-bit numbers from shared memory: lane 8 i + row gives where that row of matrix i starts, and
+// receives two neighbours of column lane / 4 of each matrix.
+__device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&r)[4], const void* shared_row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((unsigned)__cvta_generic_to_shared(shared_row))
+                 : "memory");
+}
+
 // ---- asynchronous copies to shared memory (sm_80 and newer) ----------------------------------------------------------
 // The first `bytes` bytes are copied and the rest of the 4 or 16 is filled with zeros; with bytes = 0 nothing is read.
 
@@ -90,4 +99,192 @@ __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.com
 
 template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- Hopper's tensor cores (sm_90a) ----------------------------------------------------------------------------------
+// A warpgroup multiplies 64 rows of A by the columns of B, both in shared memory, into accumulators in registers. With
+// w = warp % 4, g = lane / 4 and t = lane % 4, d[4 j + i] is row 16 w + g + i / 2 * 8 and column 8 j + 2 t + i % 2.
+// A wgmma takes two 16-byte pieces of K: eight TF32 or sixteen 16-bit numbers.
+
+// Describes rows of 16-byte pieces in shared memory: eight rows (of A, or columns of B) follow each other, the next eight
+// are `group_bytes` further, and the second piece of every row is `piece_bytes` after its first. Adding u to a descriptor
+// moves it by 16 u bytes.
+__device__ __forceinline__ unsigned long long describe(const void* shared, unsigned piece_bytes, unsigned group_bytes) {
+    const unsigned address = (unsigned)__cvta_generic_to_shared(shared);
+    return (unsigned long long)(address >> 4) | (unsigned long long)(piece_bytes >> 4) << 16 |
+           (unsigned long long)(group_bytes >> 4) << 32;
+}
+
+// Before the first wgmma, and whenever registers that one uses were written by other instructions.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D_8 D4(0)
+#define D_16 D_8, D4(4)
+#define D_24 D_16, D4(8)
+#define D_32 D_24, D4(12)
+#define D_40 D_32, D4(16)
+#define D_48 D_40, D4(20)
+#define D_56 D_48, D4(24)
+#define D_64 D_56, D4(28)
+#define D_72 D_64, D4(32)
+#define D_80 D_72, D4(36)
+#define D_88 D_80, D4(40)
+#define D_96 D_88, D4(44)
+#define D_104 D_96, D4(48)
+#define D_112 D_104, D4(52)
+#define D_120 D_112, D4(56)
+#define D_128 D_120, D4(60)
+#define D_136 D_128, D4(64)
+#define D_144 D_136, D4(68)
+#define D_152 D_144, D4(72)
+#define D_160 D_152, D4(76)
+#define D_168 D_160, D4(80)
+#define D_176 D_168, D4(84)
+#define D_184 D_176, D4(88)
+#define D_192 D_184, D4(92)
+#define LIST_8 "%0, %1, %2, %3"
+#define LIST_16 LIST_8 ", %4, %5, %6, %7"
+#define LIST_24 LIST_16 ", %8, %9, %10, %11"
+#define LIST_32 LIST_24 ", %12, %13, %14, %15"
+#define LIST_40 LIST_32 ", %16, %17, %18, %19"
+#define LIST_48 LIST_40 ", %20, %21, %22, %23"
+#define LIST_56 LIST_48 ", %24, %25, %26, %27"
+#define LIST_64 LIST_56 ", %28, %29, %30, %31"
+#define LIST_72 LIST_64 ", %32, %33, %34, %35"
+#define LIST_80 LIST_72 ", %36, %37, %38, %39"
+#define LIST_88 LIST_80 ", %40, %41, %42, %43"
+#define LIST_96 LIST_88 ", %44, %45, %46, %47"
+#define LIST_104 LIST_96 ", %48, %49, %50, %51"
+#define LIST_112 LIST_104 ", %52, %53, %54, %55"
+#define LIST_120 LIST_112 ", %56, %57, %58, %59"
+#define LIST_128 LIST_120 ", %60, %61, %62, %63"
+#define LIST_136 LIST_128 ", %64, %65, %66, %67"
+#define LIST_144 LIST_136 ", %68, %69, %70, %71"
+#define LIST_152 LIST_144 ", %72, %73, %74, %75"
+#define LIST_160 LIST_152 ", %76, %77, %78, %79"
+#define LIST_168 LIST_160 ", %80, %81, %82, %83"
+#define LIST_176 LIST_168 ", %84, %85, %86, %87"
+#define LIST_184 LIST_176 ", %88, %89, %90, %91"
+#define LIST_192 LIST_184 ", %92, %93, %94, %95"
+#define WGMMA(N, A, B, ACCUMULATE, TYPES, LAYOUTS)                                                                        \
+    if constexpr (COLUMNS == N)                                                                                            \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES     \
+                 " {" LIST_##N "}, %" #A ", %" #B ", p, 1, 1" LAYOUTS ";\n}"                                              \
+                 : D_##N                                                                                                   \
+                 : "l"(a), "l"(b), "r"((int)accumulate))
+#define WGMMA_OF_ALL_WIDTHS(TYPES, LAYOUTS) \
+    WGMMA(8, 4, 5, 6, TYPES, LAYOUTS); \
+    WGMMA(16, 8, 9, 10, TYPES, LAYOUTS); \
+    WGMMA(24, 12, 13, 14, TYPES, LAYOUTS); \
+    WGMMA(32, 16, 17, 18, TYPES, LAYOUTS); \
+    WGMMA(40, 20, 21, 22, TYPES, LAYOUTS); \
+    WGMMA(48, 24, 25, 26, TYPES, LAYOUTS); \
+    WGMMA(56, 28, 29, 30, TYPES, LAYOUTS); \
+    WGMMA(64, 32, 33, 34, TYPES, LAYOUTS); \
+    WGMMA(72, 36, 37, 38, TYPES, LAYOUTS); \
+    WGMMA(80, 40, 41, 42, TYPES, LAYOUTS); \
+    WGMMA(88, 44, 45, 46, TYPES, LAYOUTS); \
+    WGMMA(96, 48, 49, 50, TYPES, LAYOUTS); \
+    WGMMA(104, 52, 53, 54, TYPES, LAYOUTS); \
+    WGMMA(112, 56, 57, 58, TYPES, LAYOUTS); \
+    WGMMA(120, 60, 61, 62, TYPES, LAYOUTS); \
+    WGMMA(128, 64, 65, 66, TYPES, LAYOUTS); \
+    WGMMA(136, 68, 69, 70, TYPES, LAYOUTS); \
+    WGMMA(144, 72, 73, 74, TYPES, LAYOUTS); \
+    WGMMA(152, 76, 77, 78, TYPES, LAYOUTS); \
+    WGMMA(160, 80, 81, 82, TYPES, LAYOUTS); \
+    WGMMA(168, 84, 85, 86, TYPES, LAYOUTS); \
+    WGMMA(176, 88, 89, 90, TYPES, LAYOUTS); \
+    WGMMA(184, 92, 93, 94, TYPES, LAYOUTS); \
+    WGMMA(192, 96, 97, 98, TYPES, LAYOUTS);
+
+// D = A * B, plus D where `accumulate`. The result is there after the wait for the group it is committed to.
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_tf32(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b,
+                                          bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
+    WGMMA_OF_ALL_WIDTHS("k8.f32.tf32.tf32", "")
+}
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_f16(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b,
+                                         bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
+    WGMMA_OF_ALL_WIDTHS("k16.f32.f16.f16", ", 0, 0")
+}
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b,
+                                          bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
+    WGMMA_OF_ALL_WIDTHS("k16.f32.bf16.bf16", ", 0, 0")
+}
+
+// Keeps the compiler from moving memory accesses across: what comes before is issued before what comes after.
+__device__ __forceinline__ void issue_in_order() { asm volatile("" ::: "memory"); }
+
+// ---- barriers and bulk copies (sm_90) --------------------------------------------------------------------------------
+// A barrier in shared memory completes a phase when `count` arrivals and all announced bytes are in; phases alternate
+// between parity 0 and 1, beginning with 0.
+typedef unsigned long long Barrier;
+
+__device__ __forceinline__ unsigned shared_address(const void* shared) {
+    return (unsigned)__cvta_generic_to_shared(shared);
+}
+
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+// After all barrier_init of a thread and before the block's barrier that lets others use them.
+__device__ __forceinline__ void barrier_init_done() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and announces bytes that bulk copies will bring.
+__device__ __forceinline__ void barrier_arrive_expecting(Barrier* barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+// Waits until the phase of the given parity is complete.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+    asm volatile("{\n.reg .pred done;\n"
+                 "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n}" ::"r"(shared_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+// Copies 16-byte aligned bytes, a multiple of 16; they arrive at the barrier.
+__device__ __forceinline__ void copy_bulk(void* shared, const void* global, unsigned bytes, Barrier* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Between ordinary writes to shared memory and the barrier after which wgmma or a bulk copy uses it.
+__device__ __forceinline__ void publish_shared_writes() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// A barrier of some of a block's warps; 0 is __syncthreads.
+__device__ __forceinline__ void warps_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Moves registers between warpgroups: each thread of the caller's warpgroup has COUNT from here on.
+template <int COUNT> __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cuconvt import api
+from cuconvt import cpu
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal, problem_struct
 from host.build import kernel_sources, program
@@ -52,6 +52,8 @@ class HostBackend:
         Macros in place of the plan's.
     sources : mapping of str to str, optional
         Texts of the kernel and its headers in place of the files', for planted faults.
+    plan : callable, optional
+        Takes the place of `plan_family`.
     """
 
     def __init__(
@@ -61,15 +63,16 @@ class HostBackend:
         precision: str | None = None,
         defines: Mapping[str, int] | None = None,
         sources: Mapping[str, str] | None = None,
+        plan: Callable[..., Plan] = plan_family,
     ):
-        self.family, self.device, self.precision = family, device, precision
+        self.family, self.device, self.precision, self.plan = family, device, precision, plan
         self.defines = defines or {}
         self.sources = sources or kernel_sources(f"{family}.cu")
         self.programs: dict[tuple[Any, ...], Program] = {}
 
     def __call__(self, x: Any, weight: Any, bias: Any, geometry: Geometry, out: Any) -> None:
         layout = Layout.of(x, weight, bias, out)
-        plan = plan_family(self.family, geometry, x.dtype.name, layout, self.precision, self.device)
+        plan = self.plan(self.family, geometry, x.dtype.name, layout, self.precision, self.device)
         problem = Argument("problem", VALUE, problem_struct(plan).tobytes())
         if plan.packed_words:
             packed = np.empty(plan.packed_words, np.uint32)
@@ -103,7 +106,7 @@ def on_host(*arguments: Any, **keywords: Any) -> Iterator[HostBackend]:
     """Run NumPy arrays by `HostBackend` within the context."""
     backend = HostBackend(*arguments, **keywords)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api.cpu, "conv_transpose", backend)
+        patch.setattr(cpu, "conv_transpose", backend)
         try:
             yield backend
         finally:
@@ -117,6 +120,7 @@ def launch(
     arguments: Mapping[str, Any],
     shared_bytes: int = 0,
     sources: Mapping[str, str] | None = None,
+    schedule: int = 0,
 ) -> None:
     """Run one block of a kernel that is no family: arrays named ``out...`` are outputs, numbers are 32-bit values."""
     packed = []
@@ -126,6 +130,7 @@ def launch(
         else:
             packed.append(Argument(name, VALUE, np.int32(value).tobytes()))
     running = Program(program(sources or kernel_sources(file), file, entry))
+    running.launches = schedule
     try:
         running.launch(1, block, shared_bytes, packed)
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 from cuconvt.compile import Defines, cache_folder, kernel_folder
 
 HERE = Path(__file__).parent
-RUNTIME = ("main.cpp", "memory.cpp", "threads.cpp")
+RUNTIME = ("main.cpp", "memory.cpp", "threads.cpp", "order.cpp", "barriers.cpp", "wgmma.cpp")
 DEBUG = bool(os.environ.get("HOST_DEBUG"))
 STANDARD = ("-std=c++17", "-g" if DEBUG else "-g1")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -76,14 +76,14 @@ def _runtime_object(name: str) -> Path:
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=_folder()) as temporary:
             made = Path(temporary) / "object.o"
-            _compile(*STANDARD, "-O2", "-c", HERE / name, "-o", made)
+            _compile(*STANDARD, "-O3", "-c", HERE / name, "-o", made)
             os.replace(made, target)
     return target
 
 
 @functools.cache
 def _runtime_texts() -> dict[str, str]:
-    names = (*RUNTIME, "kernel.cpp", "runtime.h", "builtins.cuh", "ptx.cuh")
+    names = (*RUNTIME, "kernel.cpp", "runtime.h", "internal.h", "builtins.cuh", "ptx.cuh")
     return {f"host/{name}": (HERE / name).read_text() for name in names}
 
 

@@ -10,7 +10,7 @@
 
 #include <vector>
 
-#include "builtins.cuh"
+#include "internal.h"
 
 extern "C" const char* __asan_default_options() { return "abort_on_error=1:detect_leaks=0"; }
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
@@ -83,8 +83,13 @@ bool run_job(FILE* from, FILE* to, long only_block) {
         if (only_block >= 0 && block != (uint32_t)only_block) continue;
         blockIdx = {block, 0, 0};
         host::begin_block(job.block, job.shared_bytes, (int)job.pattern);
+        host::begin_order();
+        host::begin_barriers();
+        host::begin_wgmma();
         in_kernel = true;
         host::run_block(job.block, [] { host::run_thread(launch_arguments.data()); }, (host::Order)job.order, job.seed + i);
+        host::end_barriers();
+        host::end_wgmma();
         in_kernel = false;
     }
     for (Memory& m : memories) {

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "builtins.cuh"
+#include "internal.h"
 
 alignas(1024) thread_local unsigned char shared_bytes[host::MAX_SHARED];  // the dynamic shared memory
 
@@ -15,15 +15,14 @@ namespace {
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 
-// Tracked in units of two bytes, the smallest element. `read` and `written` are `intervals` at the last access, and
-// `read_warp` and `written_warp` that of the thread's warp. A reader is a thread; or SEVERAL + a warp, or ANY, when several
-// have read in one interval.
+// Tracked in units of two bytes, the smallest element: the last write and the last read. Where several threads have read in
+// one interval, `readers` is SEVERAL + their warp, or ANY, and the last of them has to do only where clocks run.
 constexpr size_t UNIT = 2;
 constexpr uint16_t SEVERAL = 2048, ANY = 4095;
 
 struct Unit {
-    uint32_t written, written_warp, read, read_warp;
-    uint16_t writer, reader;
+    Access written, read;
+    uint16_t readers;
     bool in_flight;  // an asynchronous copy has been issued to it
 };
 
@@ -31,46 +30,81 @@ Unit units[MAX_SHARED / UNIT];
 size_t shared_size;
 uint32_t first_interval;  // of this block
 
-bool concurrent(uint32_t when, uint32_t when_warp, unsigned who) {
-    if (when != intervals) return false;
-    const unsigned warp = who >= SEVERAL ? who - SEVERAL : who / 32;
-    return who == ANY || warp != current / 32 || when_warp == warp_intervals[warp];
+// The last read of every 16 bytes by each warpgroup's wgmma: the epoch in which it is complete.
+constexpr size_t PIECE = 16;
+int32_t multiplied[MAX_SHARED / PIECE][WARPGROUPS];
+
+std::string who(const Access& access) {
+    if (is_thread(access.actor)) return "thread " + std::to_string(access.actor - THREADS);
+    return access.actor >= BULK_COPIES ? "a bulk copy" : "a wgmma";
+}
+
+void check_read(size_t index, const char* reads) {
+    const Unit& unit = units[index];
+    const size_t byte = index * UNIT;
+    if (unit.in_flight) fail("%s shared memory at byte %zu before the wait that covers the copy into it", reads, byte);
+    if (unit.written.interval < first_interval) {
+        fail("%s shared memory at byte %zu, which no thread of the block wrote", reads, byte);
+    }
+    if (!comes_before(unit.written)) {
+        fail("%s shared memory at byte %zu, which %s wrote with no barrier in between", reads, byte,
+             who(unit.written).c_str());
+    }
 }
 
 void read_shared(size_t index) {
+    check_read(index, "reads");
     Unit& unit = units[index];
-    const size_t byte = index * UNIT;
-    if (unit.in_flight) fail("reads shared memory at byte %zu before the wait that covers the copy into it", byte);
-    if (unit.written < first_interval) fail("reads shared memory at byte %zu, which no thread of the block wrote", byte);
-    if (unit.writer != current && concurrent(unit.written, unit.written_warp, unit.writer)) {
-        fail("reads shared memory at byte %zu, which thread %u wrote with no barrier in between", byte, unit.writer);
+    const unsigned warp = current / 32, reader = unit.read.actor - THREADS;
+    if (unit.read.interval != intervals) {
+        unit.readers = (uint16_t)current;
+    } else if (reader != current) {
+        const bool of_warp = unit.readers != ANY && reader / 32 == warp;
+        unit.readers = of_warp ? (uint16_t)(SEVERAL + warp) : ANY;
     }
-    uint16_t reader = (uint16_t)current;
-    if (unit.read == intervals && unit.reader != current) {
-        const unsigned before = unit.reader >= SEVERAL ? unit.reader - SEVERAL : unit.reader / 32u;
-        reader = unit.reader != ANY && before == current / 32 ? (uint16_t)(SEVERAL + before) : ANY;
-    }
-    unit.read = intervals;
-    unit.read_warp = warp_intervals[current / 32];
-    unit.reader = reader;
+    unit.read = access_of_thread();
 }
 
-void write_shared(size_t index, bool in_flight) {
-    Unit& unit = units[index];
+bool all_read_before(const Unit& unit) {
+    if (unit.read.interval != intervals || unit.readers < SEVERAL || clocks_run) return comes_before(unit.read);
+    return unit.readers == SEVERAL + current / 32 && unit.read.warp_interval != warp_intervals[current / 32];
+}
+
+void check_write(size_t index) {
+    const Unit& unit = units[index];
     const size_t byte = index * UNIT;
-    if (unit.writer != current && concurrent(unit.written, unit.written_warp, unit.writer)) {
-        fail("writes shared memory at byte %zu, which thread %u wrote with no barrier in between", byte, unit.writer);
+    if (!comes_before(unit.written)) {
+        fail("writes shared memory at byte %zu, which %s wrote with no barrier in between", byte,
+             who(unit.written).c_str());
     }
-    if (unit.reader != current && concurrent(unit.read, unit.read_warp, unit.reader)) {
-        if (unit.reader < SEVERAL) {
-            fail("writes shared memory at byte %zu, which thread %u read with no barrier in between", byte, unit.reader);
+    if (!all_read_before(unit)) {
+        if (unit.readers < SEVERAL || clocks_run) {
+            fail("writes shared memory at byte %zu, which %s read with no barrier in between", byte,
+                 who(unit.read).c_str());
         }
         fail("writes shared memory at byte %zu, which several threads read with no barrier in between", byte);
     }
-    unit.written = intervals;
-    unit.written_warp = warp_intervals[current / 32];
-    unit.writer = (uint16_t)current;
-    unit.in_flight = in_flight;
+}
+
+void check_multiplied(size_t offset, size_t size) {
+    if (!clocks_run) return;
+    for (size_t piece = offset / PIECE; piece * PIECE < offset + size; ++piece) {
+        for (unsigned warpgroup = 0; warpgroup * 128 < blockDim.x; ++warpgroup) {
+            if (multiplied[piece][warpgroup] <= known[current].of[TENSOR_CORES + warpgroup]) continue;
+            fail("writes shared memory at byte %zu, which a wgmma of threads %u-%u read with no wait for it and barrier in "
+                 "between", piece * PIECE, warpgroup * 128, warpgroup * 128 + 127);
+        }
+    }
+}
+
+void write_shared(size_t offset, size_t size, const Access& access, bool in_flight) {
+    check_multiplied(offset, size);
+    const size_t end = (offset + size + UNIT - 1) / UNIT;
+    for (size_t i = offset / UNIT; i < end; ++i) {
+        check_write(i);
+        units[i].written = access;
+        units[i].in_flight = in_flight;
+    }
 }
 
 void access_shared(size_t offset, size_t size, bool write) {
@@ -78,12 +112,9 @@ void access_shared(size_t offset, size_t size, bool write) {
         fail("%s %zu bytes of shared memory at byte %zu, past its end at %zu", write ? "writes" : "reads", size, offset,
              shared_size);
     }
+    if (write) return write_shared(offset, size, access_of_thread(), false);
     const size_t end = (offset + size + UNIT - 1) / UNIT;
-    for (size_t i = offset / UNIT; i < end; ++i) write ? write_shared(i, false) : read_shared(i);
-}
-
-void mark_copy(size_t offset, size_t size, bool in_flight) {
-    for (size_t i = offset / UNIT; i < (offset + size) / UNIT; ++i) write_shared(i, in_flight);
+    for (size_t i = offset / UNIT; i < end; ++i) read_shared(i);
 }
 
 // ---- arrays --------------------------------------------------------------------------------------------------------
@@ -222,7 +253,7 @@ void copy_async(void* shared, const void* global, unsigned size, int bytes_read)
         if (__asan_region_is_poisoned((void*)global, (size_t)bytes_read)) fail("an asynchronous copy reads past an array");
         memcpy(copy.data, global, (size_t)bytes_read);
     }
-    mark_copy(copy.offset, size, true);
+    write_shared(copy.offset, size, access_of_thread(), true);
     copies[current].open.push_back(copy);
 }
 
@@ -236,11 +267,82 @@ void copy_async_wait(unsigned pending) {
     auto& groups = copies[current].groups;
     while (groups.size() > pending) {
         for (const Copy& copy : groups.front()) {
-            mark_copy(copy.offset, copy.size, false);
+            write_shared(copy.offset, copy.size, access_of_thread(), false);
             memcpy(shared_bytes + copy.offset, copy.data, copy.size);
         }
         groups.erase(groups.begin());
     }
+}
+
+// ---- tensor cores and bulk copies ------------------------------------------------------------------------------------
+
+uint32_t shared_address(const void* shared) {
+    const uintptr_t address = (uintptr_t)shared;
+    if (!all_shared.holds(address)) fail("an address outside shared memory where one inside is required");
+    return (uint32_t)(address - (uintptr_t)all_shared.begin);
+}
+
+unsigned char* shared_at(uint32_t address) { return all_shared.begin + address; }
+
+std::string shared_name(uint32_t address) {
+    const size_t offset = (size_t)(shared_at(address) - shared_bytes);
+    return (offset < MAX_SHARED ? "byte " : "static address ") + std::to_string(offset < MAX_SHARED ? offset : address);
+}
+
+// Whether it lies in dynamic shared memory, which is tracked; `offset` is then where.
+static bool is_dynamic(uint32_t address, size_t size, size_t& offset, const char* accesses) {
+    offset = (size_t)(shared_at(address) - shared_bytes);
+    if (offset < MAX_SHARED && offset + size > shared_size) {
+        fail("%s %zu bytes of shared memory at byte %zu, past its end at %zu", accesses, size, offset, shared_size);
+    }
+    if (address + size > all_shared.size) fail("%s shared memory past its end", accesses);
+    return offset < MAX_SHARED;
+}
+
+const unsigned char* read_by_wgmma(uint32_t address, unsigned warpgroup, int32_t epoch) {
+    size_t offset;
+    if (is_dynamic(address, PIECE, offset, "a wgmma reads")) {
+        for (size_t i = offset / UNIT; i < (offset + PIECE) / UNIT; ++i) {
+            check_read(i, "a wgmma reads");
+            const Access& written = units[i].written;
+            if (is_thread(written.actor) && !published(written)) {
+                fail("a wgmma reads shared memory at byte %zu, which %s did not publish between its write and a barrier",
+                     i * UNIT, who(written).c_str());
+            }
+        }
+        multiplied[offset / PIECE][warpgroup] = epoch;
+    }
+    return shared_at(address);
+}
+
+void begin_bulk_copy(uint32_t to, const void* from, uint32_t size, unsigned actor, int32_t epoch) {
+    if (to % 16 || (uintptr_t)from % 16 || size % 16) {
+        fail("a bulk copy of %u bytes to %s, a misaligned address or size", size, shared_name(to).c_str());
+    }
+    size_t offset;
+    const bool dynamic = is_dynamic(to, size, offset, "a bulk copy writes");
+    if (size) {
+        check((uintptr_t)from, size, false);
+        if (__asan_region_is_poisoned((void*)from, size)) fail("a bulk copy reads past an array");
+    }
+    if (dynamic) {
+        for (size_t i = offset / UNIT; i < (offset + size) / UNIT; ++i) {
+            const Access& written = units[i].written;
+            if (written.interval >= first_interval && is_thread(written.actor) && !published(written)) {
+                fail("a bulk copy writes shared memory at byte %zu, which %s did not publish between its write and a "
+                     "barrier", i * UNIT, who(written).c_str());
+            }
+        }
+        write_shared(offset, size, {intervals, 0, epoch, (uint16_t)actor}, true);
+    }
+    memset(shared_at(to), 0xff, size);
+}
+
+void end_bulk_copy(uint32_t to, const void* from, uint32_t size) {
+    const size_t offset = (size_t)(shared_at(to) - shared_bytes);
+    if (offset < MAX_SHARED)
+        for (size_t i = offset / UNIT; i < (offset + size) / UNIT; ++i) units[i].in_flight = false;
+    memcpy(shared_at(to), from, size);
 }
 
 }  // namespace host

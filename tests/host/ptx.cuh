@@ -138,6 +138,8 @@ inline void load_matrix_x4_transposed(unsigned (&r)[4], const void* shared_row) 
     host_load_matrix_x4<true>(r, shared_row);
 }
 
+inline void issue_in_order() {}
+
 // ---- cp.async ------------------------------------------------------------------------------------------------------
 
 inline void copy_async_4(void* shared, const void* global, int bytes) { host::copy_async(shared, global, 4, bytes); }
@@ -147,3 +149,54 @@ inline void copy_async_16_shared_by_blocks(void* shared, const void* global) {
 }
 inline void copy_async_commit() { host::copy_async_commit(); }
 template <int PENDING> void copy_async_wait() { host::copy_async_wait(PENDING); }
+
+// ---- wgmma ---------------------------------------------------------------------------------------------------------
+
+inline unsigned shared_address(const void* shared) { return host::shared_address(shared); }
+
+inline unsigned long long describe(const void* shared, unsigned piece_bytes, unsigned group_bytes) {
+    const unsigned address = shared_address(shared);
+    if ((address | piece_bytes | group_bytes) % 16 || (address | piece_bytes | group_bytes) >> 18) {
+        host::fail("describes rows at address %u, %u and %u bytes apart", address, piece_bytes, group_bytes);
+    }
+    return (unsigned long long)(address >> 4) | (unsigned long long)(piece_bytes >> 4) << 16 |
+           (unsigned long long)(group_bytes >> 4) << 32;
+}
+
+inline void wgmma_fence() { host::wgmma_fence(); }
+inline void wgmma_commit() { host::wgmma_commit(); }
+template <int PENDING> void wgmma_wait() { host::wgmma_wait(PENDING); }
+
+template <int COLUMNS>
+void wgmma_tf32(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
+    host::wgmma(host::OF_TF32, COLUMNS, d, a, b, accumulate);
+}
+template <int COLUMNS>
+void wgmma_f16(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
+    host::wgmma(host::OF_F16, COLUMNS, d, a, b, accumulate);
+}
+template <int COLUMNS>
+void wgmma_bf16(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
+    host::wgmma(host::OF_BF16, COLUMNS, d, a, b, accumulate);
+}
+
+inline void publish_shared_writes() { host::publish(); }
+template <int COUNT> void take_registers() { host::set_registers(COUNT); }
+template <int COUNT> void give_registers() { host::set_registers(COUNT); }
+
+// ---- barriers and bulk copies --------------------------------------------------------------------------------------
+
+typedef unsigned long long Barrier;
+
+inline void barrier_init(Barrier* barrier, int count) { host::barrier_init(barrier, count); }
+inline void barrier_init_done() { host::barrier_init_done(); }
+inline void barrier_arrive(Barrier* barrier) { host::barrier_arrive(barrier, 0); }
+inline void barrier_arrive_expecting(Barrier* barrier, unsigned bytes) { host::barrier_arrive(barrier, bytes); }
+inline void barrier_wait(Barrier* barrier, unsigned parity) { host::barrier_wait(barrier, parity); }
+inline void copy_bulk(void* shared, const void* global, unsigned bytes, Barrier* barrier) {
+    host::copy_bulk(shared, global, bytes, barrier);
+}
+inline void warps_sync(int barrier, int threads) { host::warps_sync(barrier, threads); }

@@ -31,10 +31,6 @@ void barrier();
 // A collective of the lanes in `mask`: each passes its operands, the last one to come runs `act` for all of them.
 void together(unsigned mask, void* mine, void (*act)(void* const* lanes, unsigned mask));
 
-// Accesses to memory are ordered by barriers of the block, and in a warp by its collectives: both are counted.
-extern uint32_t intervals;
-extern uint32_t warp_intervals[MAX_THREADS / 32];
-
 // ---- memory.cpp: who may read and write what
 
 enum Role { VALUE, INPUT, OUTPUT, ABSENT };  // of a kernel's argument
@@ -59,6 +55,31 @@ void check(uintptr_t address, size_t size, bool write);
 void copy_async(void* shared, const void* global, unsigned size, int bytes);
 void copy_async_commit();
 void copy_async_wait(unsigned pending);
+
+// Shared memory, dynamic and static, as one range that begins at address 0.
+uint32_t shared_address(const void* shared);
+
+// fence.proxy.async: tensor cores and bulk copies see ordinary writes only after it.
+void publish();
+
+// ---- barriers.cpp: barriers of some warps, mbarriers, and the bulk copies that arrive there
+
+void warps_sync(int barrier, int threads);
+void barrier_init(const void* barrier, int count);
+void barrier_init_done();
+void barrier_arrive(const void* barrier, uint32_t bytes);  // and announces so many bytes
+void barrier_wait(const void* barrier, unsigned parity);
+void copy_bulk(void* shared, const void* global, uint32_t bytes, const void* barrier);
+
+// ---- wgmma.cpp: the tensor cores of a warpgroup
+
+enum Operands { OF_TF32, OF_F16, OF_BF16 };
+
+void wgmma(Operands operands, int columns, float* d, uint64_t a, uint64_t b, bool accumulate);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(unsigned pending);
+void set_registers(int count);
 
 // ---- main.cpp
 

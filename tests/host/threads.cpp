@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "builtins.cuh"
+#include "internal.h"
 
 uint3 threadIdx, blockIdx, blockDim, gridDim;
 
@@ -17,14 +17,8 @@ namespace host {
 
 unsigned current;
 uintptr_t stacks;
-uint32_t intervals = 1;
-uint32_t warp_intervals[MAX_THREADS / 32];
 
 namespace {
-
-constexpr size_t GUARD = 4096;
-
-enum State { READY, AT_BARRIER, AT_COLLECTIVE, RETURNED };
 
 struct Thread {
     State state;
@@ -108,19 +102,10 @@ void* new_fiber(char* stack, void (*entry)()) {
 }
 #endif
 
-void wait(State state) {
-    Thread& me = threads[current];
-    me.state = state;
-    void* fake_stack;
-    __sanitizer_start_switch_fiber(&fake_stack, scheduler_stack, scheduler_stack_size);
-    host_switch(&me.stack_pointer, scheduler_stack_pointer);
-    __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
-}
-
 void entry() {
     __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
     body();
-    wait(RETURNED);
+    suspend(RETURNED);
 }
 
 void resume(unsigned thread) {
@@ -132,22 +117,42 @@ void resume(unsigned thread) {
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
 
-std::string threads_in(State state) {
-    std::string text;
-    for (unsigned first = 0; first < thread_count; ++first) {
-        if (threads[first].state != state) continue;
-        unsigned last = first;
-        while (last + 1 < thread_count && threads[last + 1].state == state) ++last;
-        text += (text.empty() ? "" : ", ") + std::to_string(first);
-        if (last > first) text += "-" + std::to_string(last);
-        first = last;
-    }
-    return text.empty() ? "none" : text;
+std::vector<unsigned> threads_in(State state) {
+    std::vector<unsigned> found;
+    for (unsigned i = 0; i < thread_count; ++i)
+        if (threads[i].state == state) found.push_back(i);
+    return found;
 }
 
 }  // namespace
 
-void barrier() { wait(AT_BARRIER); }
+void suspend(State state) {
+    Thread& me = threads[current];
+    me.state = state;
+    void* fake_stack;
+    __sanitizer_start_switch_fiber(&fake_stack, scheduler_stack, scheduler_stack_size);
+    host_switch(&me.stack_pointer, scheduler_stack_pointer);
+    __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+}
+
+void wake(unsigned thread) { threads[thread].state = READY; }
+
+std::string list(const std::vector<unsigned>& numbers) {
+    std::string text;
+    for (size_t first = 0, last; first < numbers.size(); first = last + 1) {
+        for (last = first; last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1;) ++last;
+        text += (text.empty() ? "" : ", ") + std::to_string(numbers[first]);
+        if (last > first) text += "-" + std::to_string(numbers[last]);
+    }
+    return text.empty() ? "none" : text;
+}
+
+void barrier() { suspend(AT_BARRIER); }
+
+static std::string other_waits() {
+    const std::vector<unsigned> for_wgmma = threads_in(AT_WGMMA_WAIT);
+    return waits_at_barriers() + (for_wgmma.empty() ? "" : "; in wgmma_wait " + list(for_wgmma));
+}
 
 void together(unsigned mask, void* mine, void (*act)(void* const*, unsigned)) {
     const unsigned warp = current & ~31u, lane = current % 32;
@@ -163,7 +168,7 @@ void together(unsigned mask, void* mine, void (*act)(void* const*, unsigned)) {
         if (warp + other >= thread_count || thread.state == RETURNED) {
             fail("a warp collective waits for lane %u, which has returned or does not exist", other);
         }
-        if (thread.state != AT_COLLECTIVE) return wait(AT_COLLECTIVE);
+        if (thread.state != AT_COLLECTIVE) return suspend(AT_COLLECTIVE);
         if (thread.mask != mask || thread.act != act) {
             fail("lanes %u and %u meet in different warp collectives", lane, other);
         }
@@ -171,8 +176,13 @@ void together(unsigned mask, void* mine, void (*act)(void* const*, unsigned)) {
     }
     act(lanes, mask);
     ++warp_intervals[warp / 32];
-    for (unsigned other = 0; other < 32; ++other)
-        if (mask >> other & 1) threads[warp + other].state = READY;
+    std::vector<unsigned> taking_part;
+    for (unsigned other = 0; other < 32; ++other) {
+        if (!(mask >> other & 1)) continue;
+        wake(warp + other);
+        if (clocks_run) taking_part.push_back(warp + other);
+    }
+    if (clocks_run) meet(taking_part);
 }
 
 void run_block(unsigned count, Body thread_body, Order order, unsigned seed) {
@@ -195,17 +205,15 @@ void run_block(unsigned count, Body thread_body, Order order, unsigned seed) {
                 progress = true;
             }
         }
-        unsigned waiting = 0, returned = 0;
-        for (unsigned i = 0; i < count; ++i) {
-            waiting += threads[i].state == AT_BARRIER;
-            returned += threads[i].state == RETURNED;
+        const std::vector<unsigned> waiting = threads_in(AT_BARRIER), returned = threads_in(RETURNED);
+        if (returned.size() == count) return;
+        if (waiting.size() < count) {
+            fail("not all threads reach a barrier: at __syncthreads %s; in a warp collective %s; returned %s%s",
+                 list(waiting).c_str(), list(threads_in(AT_COLLECTIVE)).c_str(), list(returned).c_str(),
+                 other_waits().c_str());
         }
-        if (returned == count) return;
-        if (waiting < count) {
-            fail("not all threads reach a barrier: at __syncthreads %s; in a warp collective %s; returned %s",
-                 threads_in(AT_BARRIER).c_str(), threads_in(AT_COLLECTIVE).c_str(), threads_in(RETURNED).c_str());
-        }
-        for (unsigned i = 0; i < count; ++i) threads[i].state = READY;
+        if (clocks_run) meet_all();
+        for (unsigned i = 0; i < count; ++i) wake(i);
     }
 }
 

@@ -1,0 +1,94 @@
+// What the files of the runtime know of each other, and a kernel's translation unit does not.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "builtins.cuh"
+
+namespace host {
+
+// ---- threads.cpp: how threads wait
+
+enum State { READY, AT_BARRIER, AT_COLLECTIVE, AT_WARPS_SYNC, AT_WGMMA_WAIT, AT_MBARRIER, RETURNED };
+
+void suspend(State state);  // the running thread, until another one wakes it
+void wake(unsigned thread);
+std::string list(const std::vector<unsigned>& threads);  // in ascending order, as "0-4, 6"
+
+// ---- order.cpp: which accesses to shared memory come before which
+
+// Barriers of the block order accesses, and in a warp its collectives: both are counted.
+extern uint32_t intervals;
+extern uint32_t warp_intervals[MAX_THREADS / 32];
+
+// Other barriers order those who meet there. So each thread has a clock: how far it knows the others to be. Besides
+// threads, the tensor cores of a warpgroup and the bulk copies of an mbarrier access memory, each by itself.
+constexpr unsigned WARPGROUPS = MAX_THREADS / 128, MBARRIERS = 512;
+constexpr unsigned TENSOR_CORES = 0, THREADS = WARPGROUPS, BULK_COPIES = THREADS + MAX_THREADS;  // the first of each
+constexpr unsigned ACTORS = BULK_COPIES + MBARRIERS;
+
+inline bool is_thread(unsigned actor) { return actor >= THREADS && actor < BULK_COPIES; }
+
+struct Clock {
+    int32_t of[ACTORS];  // the last epoch that came before
+};
+
+extern Clock known[MAX_THREADS];
+extern int32_t epochs[ACTORS];
+extern bool clocks_run;  // only where a kernel needs them: they take time
+extern unsigned mbarriers;  // whose clocks matter: as many as a block of the program has had
+
+struct Access {
+    uint32_t interval, warp_interval;
+    int32_t epoch;
+    uint16_t actor;
+};
+
+inline Access access_of_thread() {
+    return {intervals, warp_intervals[current / 32], epochs[THREADS + current], (uint16_t)(THREADS + current)};
+}
+
+// Whether an access comes before what the running thread does now.
+inline bool comes_before(const Access& access) {
+    if (is_thread(access.actor)) {
+        const unsigned thread = access.actor - THREADS, warp = current / 32;
+        if (thread == current || access.interval != intervals) return true;
+        if (thread / 32 == warp && access.warp_interval != warp_intervals[warp]) return true;
+    }
+    return access.epoch <= known[current].of[access.actor];
+}
+
+void begin_order();  // of a block
+void start_clocks();
+void release(Clock& to);  // tells what the running thread knows and did
+void acquire(const Clock& from);
+void learn(Clock& clock, const Clock& from);
+void meet(const std::vector<unsigned>& threads);  // each learns what the others know and did
+void meet_all();                                  // __syncthreads, of all that `intervals` does not count
+
+bool published(const Access& write);
+
+// ---- memory.cpp: what tensor cores and bulk copies do to shared memory, by its addresses as in shared_address()
+
+constexpr uint32_t MAX_ADDRESS = 1 << 18;  // as many as a descriptor tells apart
+
+unsigned char* shared_at(uint32_t address);
+std::string shared_name(uint32_t address);  // for messages
+
+const unsigned char* read_by_wgmma(uint32_t address, unsigned warpgroup, int32_t epoch);  // 16 bytes
+void begin_bulk_copy(uint32_t to, const void* from, uint32_t size, unsigned actor, int32_t epoch);
+void end_bulk_copy(uint32_t to, const void* from, uint32_t size);
+
+// ---- barriers.cpp
+
+void begin_barriers();  // of a block
+void end_barriers();
+std::string waits_at_barriers();  // who waits where, for messages
+
+// ---- wgmma.cpp
+
+void begin_wgmma();
+void end_wgmma();
+
+}  // namespace host

@@ -1,0 +1,285 @@
+// The tensor cores of a warpgroup. What its threads issue is put down, and done as late as may be: at the wait for it.
+#include <sanitizer/asan_interface.h>
+#include <string.h>
+
+#include "internal.h"
+
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define FOR_AVX2_TOO __attribute__((target_clones("arch=haswell", "default")))  // where a test spends its time
+#else
+#define FOR_AVX2_TOO
+#endif
+
+namespace host {
+namespace {
+
+constexpr unsigned GROUP = 128;  // threads
+constexpr int ROWS = 64, MAX_COLUMNS = 256;
+constexpr uint32_t POISON = 0x7fc0dead;  // a NaN, in accumulators that are in use
+
+struct Operation {
+    Operands operands;
+    int columns;
+    uint64_t a, b;
+    bool accumulate;
+    size_t chain;
+
+    bool operator==(const Operation& o) const {
+        return operands == o.operands && columns == o.columns && a == o.a && b == o.b && accumulate == o.accumulate &&
+               chain == o.chain;
+    }
+};
+
+// Operations that follow each other into the same accumulators.
+struct Chain {
+    std::vector<float> sums;  // ROWS x columns
+    size_t end;               // number of its last operation, plus one
+    unsigned taken;           // by so many threads into their registers
+};
+
+struct Warpgroup {
+    std::vector<Operation> operations;  // of the block so far
+    size_t done;                        // of these
+    std::vector<size_t> groups;         // how many operations had been issued at each commit
+    std::vector<Chain> chains;
+    unsigned waiting;
+    int32_t first_epoch;
+};
+
+struct OpenChain {
+    float* d;
+    int columns;
+    size_t chain;
+};
+
+struct Result {
+    float* d;
+    uint64_t digest;
+};
+
+struct Issuer {
+    size_t operations, groups, chains;
+    unsigned pending;  // of the wait
+    bool fenced;
+    int registers;
+    std::vector<OpenChain> open;
+    std::vector<Result> results;  // in accumulators since the last fence
+};
+
+Warpgroup warpgroups[WARPGROUPS];
+Issuer issuers[MAX_THREADS];
+
+// ---- operands ------------------------------------------------------------------------------------------------------
+
+// The 16 bytes of a row (of A, or column of B) and a piece of K.
+uint32_t address_of(uint64_t descriptor, int row, int piece) {
+    const auto field = [=](int shift) { return (uint32_t)(descriptor >> shift & 0x3fff) << 4; };
+    return field(0) + (uint32_t)piece * field(16) + (uint32_t)(row / 8) * field(32) + (uint32_t)(row % 8) * 16;
+}
+
+void check_operand(uint64_t descriptor, int rows, unsigned warpgroup, int32_t epoch) {
+    if (descriptor & ~0x00003fff3fff3fffull) {
+        fail("a descriptor with other bits than describe() sets: %016llx", (unsigned long long)descriptor);
+    }
+    for (int row = 0; row < rows; ++row)
+        for (int piece = 0; piece < 2; ++piece) read_by_wgmma(address_of(descriptor, row, piece), warpgroup, epoch);
+}
+
+float widen(uint32_t word, int place, Operands operands) {
+    if (operands == OF_TF32) return __uint_as_float(word & 0xffffe000u);
+    const uint32_t bits = word >> 16 * place & 0xffffu;
+    if (operands == OF_BF16) return __uint_as_float(bits << 16);
+    const uint32_t sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
+    if (magnitude >= 0x0f800000u) return __uint_as_float(sign | 0x70000000u | magnitude);  // Inf and NaN
+    return __uint_as_float(sign | magnitude) * 0x1p112f;  // denormals included
+}
+
+// to[row / 8][k][row % 8], for whole groups of eight rows.
+void load(double* to, uint64_t descriptor, int rows, Operands operands) {
+    const int packed = operands == OF_TF32 ? 1 : 2, depth = 8 * packed;
+    for (int row = 0; row < rows; ++row) {
+        for (int piece = 0; piece < 2; ++piece) {
+            uint32_t words[4];
+            memcpy(words, shared_at(address_of(descriptor, row, piece)), sizeof words);
+            for (int i = 0; i < depth / 2; ++i) {
+                const int k = piece * (depth / 2) + i;
+                to[(row / 8 * depth + k) * 8 + row % 8] = widen(words[i / packed], i % packed, operands);
+            }
+        }
+    }
+}
+
+// Each sum is rounded once.
+FOR_AVX2_TOO void execute(const Operation& operation, float* sums) {
+    static double a[ROWS * 16], b[MAX_COLUMNS * 16];
+    const int depth = operation.operands == OF_TF32 ? 8 : 16, columns = operation.columns;
+    load(a, operation.a, ROWS, operation.operands);
+    load(b, operation.b, columns, operation.operands);
+    for (int row = 0; row < ROWS; ++row) {
+        const double* const of_row = a + row / 8 * depth * 8 + row % 8;
+        for (int column = 0; column < columns; column += 8) {
+            float* const out = sums + row * columns + column;
+            const double* const of_columns = b + column * depth;
+            double sum[8];
+            for (int i = 0; i < 8; ++i) sum[i] = operation.accumulate ? out[i] : 0;
+            for (int k = 0; k < depth; ++k)
+                for (int i = 0; i < 8; ++i) sum[i] += of_row[k * 8] * of_columns[k * 8 + i];
+            for (int i = 0; i < 8; ++i) out[i] = (float)sum[i];
+        }
+    }
+}
+
+// ---- accumulators --------------------------------------------------------------------------------------------------
+
+// Where the sums of a thread's accumulators 2 i and 2 i + 1 are.
+size_t place_of(unsigned thread, int i, int columns) {
+    const unsigned row = thread / 32 % 4 * 16 + thread % 32 / 4 + (unsigned)(i % 2) * 8;
+    return (size_t)row * (size_t)columns + (size_t)(i / 2 * 8) + thread % 4 * 2;
+}
+
+uint64_t digest(const float* d, int columns) {
+    uint64_t sum = 0;
+    for (int i = 0; i < columns / 2; ++i) sum = sum * 0x9e3779b97f4a7c15u + __float_as_uint(d[i]);
+    return sum;
+}
+
+// A result that was read (as it must have been, unless it is added to) or changed, so that a fence has to come first.
+bool needs_fence(const Issuer& me, const float* d, int columns, bool accumulate) {
+    for (const Result& result : me.results)
+        if (result.d == d && (!accumulate || result.digest != digest(d, columns))) return true;
+    return !me.fenced;
+}
+
+// Registers that a wgmma is going to write.
+OpenChain& open_chain(float* d, int columns, bool accumulate) {
+    Issuer& me = issuers[current];
+    for (OpenChain& open : me.open) {
+        if (open.d == d && open.columns == columns) return open;
+        if (d < open.d + open.columns / 2 && open.d < d + columns / 2) fail("accumulators overlap those of another wgmma");
+    }
+    if (needs_fence(me, d, columns, accumulate)) fail("a wgmma without a wgmma_fence since its accumulators were used");
+    auto& chains = warpgroups[current / GROUP].chains;
+    if (me.chains == chains.size()) chains.push_back({std::vector<float>((size_t)(ROWS * columns)), 0, 0});
+    std::vector<float>& sums = chains[me.chains].sums;
+    if (sums.size() != (size_t)(ROWS * columns)) fail("the threads of a warpgroup issue different wgmma");
+    for (int i = 0; i < columns / 4; ++i) {
+        if (accumulate) memcpy(&sums[place_of(current, i, columns)], d + 2 * i, 2 * sizeof(float));
+        memcpy(d + 2 * i, &POISON, sizeof POISON);
+        memcpy(d + 2 * i + 1, &POISON, sizeof POISON);
+    }
+    me.open.push_back({d, columns, me.chains++});
+    return me.open.back();
+}
+
+void take_result(const OpenChain& open, Chain& chain) {
+    if (__asan_region_is_poisoned(open.d, (size_t)open.columns / 2 * sizeof(float))) {
+        fail("the accumulators of a wgmma are gone before the wait for it");
+    }
+    for (int i = 0; i < open.columns / 4; ++i) {
+        if (__float_as_uint(open.d[2 * i]) != POISON || __float_as_uint(open.d[2 * i + 1]) != POISON) {
+            fail("accumulator %d or %d of a wgmma was written before the wait for it", 2 * i, 2 * i + 1);
+        }
+        memcpy(open.d + 2 * i, &chain.sums[place_of(current, i, open.columns)], 2 * sizeof(float));
+    }
+    issuers[current].results.push_back({open.d, digest(open.d, open.columns)});
+    if (++chain.taken == GROUP) std::vector<float>().swap(chain.sums);
+}
+
+}  // namespace
+
+void wgmma_fence() {
+    issuers[current].fenced = true;
+    issuers[current].results.clear();
+}
+
+void wgmma(Operands operands, int columns, float* d, uint64_t a, uint64_t b, bool accumulate) {
+    start_clocks();
+    Issuer& me = issuers[current];
+    const unsigned number = current / GROUP;
+    Warpgroup& group = warpgroups[number];
+    if ((current | (GROUP - 1)) >= blockDim.x) fail("a wgmma in a warpgroup with fewer than four warps");
+    const Operation operation = {operands, columns, a, b, accumulate, open_chain(d, columns, accumulate).chain};
+    if (me.operations == group.operations.size()) {
+        // The first thread to come checks for all. Nobody may write to the operands until the wait has brought the epoch.
+        const int32_t epoch = group.first_epoch + (int32_t)me.groups + 1;
+        epochs[TENSOR_CORES + number] = epoch;
+        check_operand(a, ROWS, number, epoch);
+        check_operand(b, columns, number, epoch);
+        group.operations.push_back(operation);
+        group.chains[operation.chain].end = group.operations.size();
+    } else if (!(group.operations[me.operations] == operation)) {
+        fail("the threads of a warpgroup issue different wgmma");
+    }
+    ++me.operations;
+}
+
+void wgmma_commit() {
+    Issuer& me = issuers[current];
+    auto& groups = warpgroups[current / GROUP].groups;
+    if (me.groups == groups.size()) groups.push_back(me.operations);
+    if (groups[me.groups] != me.operations) fail("the threads of a warpgroup commit different wgmma");
+    ++me.groups;
+}
+
+void wgmma_wait(unsigned pending) {
+    Issuer& me = issuers[current];
+    const unsigned number = current / GROUP, first = number * GROUP;
+    Warpgroup& group = warpgroups[number];
+    if (first + GROUP > blockDim.x) fail("waits for wgmma in a warpgroup with fewer than four warps");
+    me.pending = pending;
+    if (++group.waiting < GROUP) {
+        suspend(AT_WGMMA_WAIT);
+    } else {
+        group.waiting = 0;
+        for (unsigned thread = first; thread < first + GROUP; ++thread) {
+            const Issuer& other = issuers[thread];
+            if (other.operations != me.operations || other.groups != me.groups || other.pending != pending) {
+                fail("threads %u and %u of a warpgroup wait for different wgmma", thread, current);
+            }
+        }
+        if (me.groups > pending) {
+            const size_t groups = me.groups - pending;
+            for (; group.done < group.groups[groups - 1]; ++group.done) {
+                const Operation& operation = group.operations[group.done];
+                execute(operation, group.chains[operation.chain].sums.data());
+            }
+            for (unsigned thread = first; thread < first + GROUP; ++thread) {
+                known[thread].of[TENSOR_CORES + number] = group.first_epoch + (int32_t)groups;
+            }
+        }
+        for (unsigned thread = first; thread < first + GROUP; ++thread) wake(thread);
+    }
+    for (size_t i = 0; i < me.open.size();) {
+        Chain& chain = group.chains[me.open[i].chain];
+        if (chain.end > group.done) {
+            ++i;
+        } else {
+            take_result(me.open[i], chain);
+            me.open.erase(me.open.begin() + (ptrdiff_t)i);
+        }
+    }
+}
+
+void set_registers(int count) {
+    if (count < 24 || count > 256 || count % 8) fail("%d registers are not a multiple of 8 from 24 to 256", count);
+    issuers[current].registers = count;
+}
+
+void begin_wgmma() {
+    for (unsigned i = 0; i * GROUP < blockDim.x; ++i) warpgroups[i] = {{}, 0, {}, {}, 0, epochs[TENSOR_CORES + i]};
+    for (unsigned i = 0; i < blockDim.x; ++i) issuers[i] = {};
+}
+
+void end_wgmma() {
+    int registers = 0;
+    for (unsigned i = 0; i < blockDim.x; ++i) {
+        if (!issuers[i].open.empty()) fail("the block ends before thread %u waits for its wgmma", i);
+        if (issuers[i].registers != issuers[i / GROUP * GROUP].registers) {
+            fail("the threads of a warpgroup give or take different numbers of registers: %u and %u", i / GROUP * GROUP, i);
+        }
+        registers += issuers[i].registers;
+    }
+    if (registers > 65536) fail("%d registers taken, more than a multiprocessor has", registers);
+}
+
+}  // namespace host

@@ -1,0 +1,301 @@
+"""The host's stand-ins for Hopper's instructions: what they compute, and which misuse they catch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from host.backend import launch
+from host.build import kernel_sources, why_not
+from strategies import DTYPES
+from test_host_faults import VALUES, plant
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+FILE = "twins_hopper.cu"
+TYPES = {"tf32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(DTYPES["bfloat16"])}
+
+
+def place_rows(image: np.ndarray, rows: np.ndarray, start: int, piece: int, group: int) -> None:
+    """Put a matrix into the bytes of shared memory, as a descriptor with these distances finds it."""
+    halves = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), 2, 16)
+    for row, pieces in enumerate(halves):
+        for i in range(2):
+            at = start + row // 8 * group + row % 8 * 16 + i * piece
+            image[at : at + 16] = pieces[i]
+
+
+# Starts, distances between pieces and between groups of eight rows, in bytes: of A, then of B.
+LAYOUTS = {
+    "groups follow each other": ((0, 1024, 128), (2048, 2048, 128)),
+    "groups apart, pieces within": ((0, 128, 256), (64 * 1024, 128, 256)),
+    "a shifted start and rows of ten": ((48, 8192, 160), (16 * 1024 + 16, 4096 + 16, 128)),
+    "at the end of shared memory": ((226 * 1024 - 1024, 1024, 128), (0, 2048, 128)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("entry", ["tf32_8", "tf32_128", "f16_24", "f16_128", "bf16_64"])
+def test_wgmma_multiplies_matrices(entry: str, layout: str) -> None:
+    name, columns = entry.split("_")[0], int(entry.split("_")[1])
+    dtype, rng = TYPES[name], np.random.default_rng(0)
+    depth = 32 // dtype.itemsize
+    a, b = (rng.standard_normal((rows, depth)).astype(dtype) for rows in (64, columns))
+    if name == "f16":  # denormals, and an infinity in one row
+        a[3] = np.float16(3e-7)
+        a[5, 2] = np.inf
+    c, d = rng.standard_normal((64, columns)).astype(np.float32), np.empty((64, columns), np.float32)
+    image = np.zeros(227 * 1024, np.uint8)
+    for rows, where in zip((a, b), LAYOUTS[layout], strict=True):
+        place_rows(image, rows, *where)
+    numbers = dict(
+        zip(("a", "ap", "ag", "b", "bp", "bg"), (n for where in LAYOUTS[layout] for n in where), strict=True)
+    )
+    arguments = {"image": image.view(np.uint32), "pieces": image.size // 16, **numbers, "c": c, "out": d}
+    launch(FILE, f"multiply_{entry}", 128, arguments, shared_bytes=image.size)
+    if name == "tf32":  # the low 13 bits of an operand are ignored
+        a, b = ((matrix.view(np.uint32) & 0xFFFFE000).view(np.float32) for matrix in (a, b))
+    exact = c + a.astype(np.float64) @ b.astype(np.float64).T
+    np.testing.assert_allclose(d, exact.astype(np.float32), rtol=2**-22, atol=2**-22)
+
+
+def triple(sources: dict[str, str]) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-9, 10, (rows, 16)).astype(np.float16) for rows in (64, 8))
+    pieces = {name: np.ascontiguousarray(m.reshape(-1, 2, 8).swapaxes(0, 1)) for name, m in (("a", a), ("b", b))}
+    d = np.empty((64, 8), np.float32)
+    launch(FILE, "triple", 128, {**pieces, "out": d}, sources=sources)
+    assert np.array_equal(d, 3 * (a.astype(np.float32) @ b.astype(np.float32).T)), "wrong values"
+
+
+def test_operands_in_static_shared_memory() -> None:
+    triple(kernel_sources(FILE))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "caught_by"),
+    [
+        ("    wgmma_fence();  // the sums were used\n", "", "without a wgmma_fence since its accumulators were used"),
+        (
+            "sizeof of_a + sizeof of_b",
+            "sizeof of_a",
+            "before a thread waits for the bulk copies .* expects 0 bytes, of which 256 are copied",
+        ),
+        ("    barrier_wait(&arrived, 0);\n", "", VALUES + "|before a thread waits"),
+    ],
+)
+def test_misuse_in_static_shared_memory_is_caught(before: str, after: str, caught_by: str) -> None:
+    with pytest.raises(AssertionError, match=caught_by):
+        triple(plant(kernel_sources(FILE), before, after))
+
+
+# ---- a kernel with roles ---------------------------------------------------------------------------------------------
+
+STEPS = 7
+
+
+def run_roles(sources: dict[str, str]) -> None:
+    """Run the kernel in all orders of the threads and compare its result."""
+    rng = np.random.default_rng(0)
+    x, weights = (rng.integers(-9, 10, (STEPS, n, 8)).astype(np.float32) for n in (128, 16))
+    exact = np.einsum("srk,sck->rc", x, weights)
+    pieces = {
+        name: np.ascontiguousarray(m.reshape(STEPS, -1, 2, 4).swapaxes(1, 2))
+        for name, m in (("x", x), ("weights", weights))
+    }
+    for order in range(3):
+        out = np.empty((128, 16), np.float32)
+        launch(FILE, "roles", 384, {**pieces, "out": out, "steps": STEPS}, 10240, sources, order)
+        assert np.array_equal(out, exact), "wrong values"
+
+
+def test_roles_without_a_fault() -> None:
+    run_roles(kernel_sources(FILE))
+
+
+WAIT_FOR_ALL = "    wgmma_wait<0>();\n\n    warps_sync(1, 256);"
+LAGGING_RELEASE = """        wgmma_wait<1>();
+        if (step && lane == 0) barrier_arrive(empty + before);"""
+BEFORE_WEIGHTS = """                if (round) barrier_wait(empty + stage, (round - 1) & 1);
+                barrier_arrive_expecting"""
+ORDERED = "with no barrier in between|before the wait that covers|with no wait for it and barrier in between"
+UNFILLED = ORDERED + "|which no thread of the block wrote"
+
+# A replacement in the source and the message that must follow.
+FAULTS = {
+    "no wait for the last product": (
+        WAIT_FOR_ALL,
+        "    warps_sync(1, 256);",
+        "a wgmma of threads (0-127|128-255) read",
+    ),
+    "a wait with one group too many under way": (
+        LAGGING_RELEASE,
+        LAGGING_RELEASE.replace("<1>", "<2>"),
+        "a wgmma of threads (0-127|128-255) read with no wait",
+    ),
+    "sums read before the wait": (
+        "        wgmma_wait<1>();\n",
+        '        wgmma_wait<1>();\n        if (sum[0] != sum[0]) printf(""), sum[0] = 0;\n',
+        "accumulator .* written before the wait",
+    ),
+    "no commit": ("        wgmma_commit();\n        wgmma_wait<1>", "        wgmma_wait<1>", ORDERED),
+    "no fence": ("    wgmma_fence();\n    for (int step", "    for (int step", "without a wgmma_fence"),
+    "writes that are not published": (
+        "                publish_shared_writes();\n                barrier_arrive",
+        "                barrier_arrive",
+        "did not publish between its write and a barrier",
+    ),
+    "writes published after the barrier": (
+        "                publish_shared_writes();\n                barrier_arrive(full + stage);",
+        "                barrier_arrive(full + stage);\n                publish_shared_writes();",
+        "did not publish between its write and a barrier",
+    ),
+    "no wait for the stage to be full": (
+        "        barrier_wait(full + stage, round & 1);\n",
+        "",
+        UNFILLED,
+    ),
+    "no wait for the stage to be empty of x": (
+        "                if (round) barrier_wait(empty + stage, (round - 1) & 1);\n                for",
+        "                for",
+        "arrives at the mbarrier|with no wait for it|with no barrier in between|a GPU may miss it",
+    ),
+    "no wait for the stage to be empty of weights": (
+        BEFORE_WEIGHTS,
+        BEFORE_WEIGHTS.split("\n")[1],
+        "arrives at the mbarrier|with no wait for it|a bulk copy wrote",
+    ),
+    "a stage released before the wait": (
+        LAGGING_RELEASE,
+        "        if (step && lane == 0) barrier_arrive(empty + before);\n        wgmma_wait<1>();",
+        "with no wait for it",
+    ),
+    "the stage in use released": (
+        "if (step && lane == 0) barrier_arrive(empty + before)",
+        "if (lane == 0) barrier_arrive(empty + stage)",
+        "with no wait for it",
+    ),
+    "bytes announced that nobody copies": (
+        "barrier_arrive_expecting(full + stage, sizeof to->weights)",
+        "barrier_arrive_expecting(full + stage, sizeof to->weights + 16)",
+        "not all threads reach a barrier: .*at the mbarrier at .* lacks 0 of 97 arrivals and 16 of 528 bytes, 0-255",
+    ),
+    "fewer bytes announced than copied": (
+        "barrier_arrive_expecting(full + stage, sizeof to->weights)",
+        "barrier_arrive_expecting(full + stage, sizeof to->weights - 16)",
+        "bulk copies bring 512 bytes .*, which expects 496",
+    ),
+    "bytes not announced": (
+        "barrier_arrive_expecting(full + stage, sizeof to->weights)",
+        "barrier_arrive(full + stage)",
+        "bulk copies bring 512 bytes .*, which expects 0",
+    ),
+    "a bulk copy to a misaligned address": (
+        "copy_bulk(to->weights, ",
+        "copy_bulk((char*)to->weights + 8, ",
+        "misaligned address or size",
+    ),
+    "a bulk copy from a misaligned address": (
+        "weights + step * 2 * COLUMNS, ",
+        "(char*)(weights + step * 2 * COLUMNS) + 4, ",
+        "misaligned address or size",
+    ),
+    "a bulk copy of a misaligned size": (
+        "COLUMNS, sizeof to->weights, full",
+        "COLUMNS, sizeof to->weights - 8, full",
+        "misaligned address or size",
+    ),
+    "a bulk copy from beyond an array": (
+        "weights + step * 2 * COLUMNS, ",
+        "weights + (step + 1) * 2 * COLUMNS, ",
+        "past its end|past an array|belong to no argument",
+    ),
+    "a bulk copy beyond shared memory": ("copy_bulk(to->weights, ", "copy_bulk(to->weights + 400, ", "past its end"),
+    "a bulk copy that nobody waits for": (
+        "    if (warp >= 8) {\n",
+        "    steps = STAGES;\n    if (warp < 8) return;\n    if (warp >= 8) {\n",
+        "before a thread waits for the bulk copies",
+    ),
+    "one arrival too few": (
+        "                barrier_arrive(full + stage);",
+        "                if (threadIdx.x != 300) barrier_arrive(full + stage);",
+        "lacks 1 of 97 arrivals and 0 of 512 bytes, 0-255",
+    ),
+    "one arrival too many": (
+        "                barrier_arrive(full + stage);",
+        "                for (int i = 0; i <= (threadIdx.x == 300); ++i) barrier_arrive(full + stage);",
+        "all 97 arrivals of this phase are in|not all threads reach|with no barrier in between|not publish|no wait",
+    ),
+    "the wrong parity": ("barrier_wait(full + stage, round & 1)", "barrier_wait(full + stage, ~round & 1)", UNFILLED),
+    "a barrier that nobody initialised": ("            barrier_init(empty + i, 8);\n", "", "which nobody initialised"),
+    "a barrier initialised twice": ("barrier_init(empty + i, 8)", "barrier_init(full + i, 8)", "is initialised twice"),
+    "a barrier written over": (
+        "    take_registers<232>();\n",
+        "    take_registers<232>();\n    if (threadIdx.x == 7) empty[1] = 0;\n",
+        "which was written over",
+    ),
+    "barriers used before barrier_init_done": (
+        "        }\n        barrier_init_done();\n",
+        "        }\n",
+        "before barrier_init_done",
+    ),
+    "barriers used before the block's barrier": (
+        "    }\n    __syncthreads();\n\n    if (warp >= 8)",
+        "    }\n    if (warp >= 8)",
+        "another thread initialised with no barrier in between|which nobody initialised",
+    ),
+    "warps that multiply different columns": (
+        "describe(stages[stage].weights, 16 * COLUMNS, 128)",
+        "describe(stages[stage].weights, 16 * COLUMNS, 128) + (warp == 2)",
+        "issue different wgmma",
+    ),
+    "rows one late": (
+        "warp / 4 * 64, 16 * ROWS",
+        "warp / 4 * 63, 16 * ROWS",
+        VALUES,
+    ),
+    "rows beyond the stages": (
+        "warp / 4 * 64, 16 * ROWS",
+        "warp / 4 * 640, 16 * ROWS",
+        "a wgmma reads shared memory at byte .*, which no thread of the block wrote|a wgmma reads .* past its end",
+    ),
+    "pieces too close together": (
+        "warp / 4 * 64, 16 * ROWS",
+        "warp / 4 * 64, 16 * (ROWS - 1)",
+        VALUES,
+    ),
+    "operands turned over while they are in use": (
+        "    warps_sync(1, 256);  // nobody multiplies any more\n",
+        "",
+        "with no wait for it and barrier in between",
+    ),
+    "sums turned with no barrier": (
+        "    warps_sync(1, 256);\n    for (int i = threadIdx.x",
+        "    for (int i = threadIdx.x",
+        UNFILLED,
+    ),
+    "a barrier of too many warps": (
+        "    warps_sync(1, 256);  //",
+        "    warps_sync(1, 288);  //",
+        "at barrier 1 of 288 threads 0-255",
+    ),
+    "a warp that waits for no product": (
+        LAGGING_RELEASE,
+        LAGGING_RELEASE.replace("wgmma_wait", "if (warp != 3) wgmma_wait"),
+        "wait for different wgmma|with no wait for it|in wgmma_wait 0-95",
+    ),
+    "registers taken by one warp": (
+        "    take_registers<232>();",
+        "    if (warp == 0) take_registers<232>();",
+        "different numbers of registers",
+    ),
+    "more registers than there are": ("take_registers<232>", "take_registers<256>", "more than a multiprocessor has"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_misuse_is_caught(name: str) -> None:
+    before, after, caught_by = FAULTS[name]
+    with pytest.raises(AssertionError, match=caught_by) as caught:
+        run_roles(plant(kernel_sources(FILE), before, after))
+    if caught_by != VALUES:
+        assert "in kernel roles, block" in str(caught.value)
