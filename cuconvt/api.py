@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from cuconvt import cpu
-from cuconvt.arrays import bridge_of
-from cuconvt.checks import check_dtypes, check_out, check_precision
+from cuconvt import backends
 from cuconvt.docs import documented
-from cuconvt.geometry import Geometry, make_geometry, normalise, shape
+from cuconvt.geometry import make_geometry, normalise, shape
+from cuconvt.steps import Call
 from cuconvt.warm import Slot, slot_of
 
 Array = TypeVar("Array")
@@ -141,47 +140,16 @@ def _conv_transpose(
 def _all_steps(
     rank: int, x: Any, weight: Any, bias: Any, out: Any, parameters: tuple[Any, ...], precision: Any, slot: Slot | None
 ) -> Any:
-    bridge, device = bridge_of({"x": x, "weight": weight, "bias": bias, "out": out})
+    call = Call({"x": x, "weight": weight, "bias": bias}, out)
     normalised = normalise(rank, *parameters)
-    bias_shape = None if bias is None else tuple(bias.shape)
-    geometry = make_geometry(rank, tuple(x.shape), tuple(weight.shape), bias_shape, *normalised)
-    with bridge.scope(x):
-        views: list[Any] = [None if a is None else bridge.view(a) for a in (x, weight, bias, out)]
-        check_dtypes(*views)
-        precision = check_precision(precision, views[0].dtype)
-        if out is None:
-            out = bridge.empty(geometry.out_shape, _memory_order(views[0], geometry), x)
-            views[3] = bridge.view(out)
-        else:
-            check_out(views[3], geometry.out_shape, {"x": views[0], "weight": views[1], "bias": views[2]})
-        if geometry.n:
-            x3, weight3, out3 = (_in_3d(views[i], geometry) for i in (0, 1, 3))
-            if device[0] == "cpu":
-                cpu.conv_transpose(x3, weight3, views[2], geometry, out3)
-            else:
-                from cuconvt import cuda
+    geometry = make_geometry(rank, *call.shapes, *normalised)
 
-                launch = cuda.conv_transpose(x3, weight3, views[2], geometry, precision, out3)
-                bridge.hold(views)
-                if slot is not None:
-                    slot.warm_call = cuda.WarmCall(launch, *views)
-        return bridge.finish(out)  # within the scope: a result that is handed over takes the stream along
+    def compute(views: list[Any], precision: str | None) -> None:
+        x, weight, bias, out = views
+        launch = backends.conv_transpose(x, weight, bias, geometry, precision, out)
+        if slot is not None and launch is not None:
+            from cuconvt import cuda
 
+            slot.warm_call = cuda.WarmCall(launch, *views)
 
-def _memory_order(x: Any, geometry: Geometry) -> tuple[int, ...]:
-    """Return the result's axes from slowest to fastest: channels-last where x is, unless it is C-contiguous too."""
-    axes = range(x.ndim)
-    spatial = axes[-geometry.rank :]
-    channels_last = (*axes[: -geometry.rank - 1], *spatial, x.ndim - geometry.rank - 1)
-    if not x.flags.c_contiguous and x.transpose(channels_last).flags.c_contiguous:
-        return channels_last
-    return tuple(axes)
-
-
-def _in_3d(array: Any, geometry: Geometry) -> Any:
-    """View an array with all of (N, C, D, H, W), or a weight with all of (C_in, C_out/groups, kD, kH, kW)."""
-    if array.ndim == 5:
-        return array
-    lead = array.ndim - geometry.rank
-    new_axes = (None,) * (2 - lead) + (slice(None),) * lead + (None,) * (3 - geometry.rank)
-    return array[new_axes]
+    return call.run(geometry.out_shape, precision, compute, spatial=rank)

@@ -91,7 +91,7 @@ class TorchBridge(Bridge):
         if array.requires_grad and sys.modules["torch"].is_grad_enabled():
             raise ValueError(
                 f"{role} requires grad, and this function records no gradient: pass {role}.detach(), call it under "
-                f"torch.no_grad(), or use torch.nn.functional"
+                f"torch.no_grad(), or use cuconvt.torch, whose functions do"
             )
         if array.is_conj() or array.is_neg():
             raise ValueError(
@@ -115,15 +115,24 @@ class TorchBridge(Bridge):
             yield
             return
         cupy = _cupy()
-        stream = _StreamPointer(sys.modules["torch"].cuda.current_stream(array.device).cuda_stream)
-        with cupy.cuda.Device(array.device.index), cupy.cuda.Stream.from_external(stream):
+        stream = StreamPointer(sys.modules["torch"].cuda.current_stream(array.device).cuda_stream)
+        # Workspaces are PyTorch's memory too: one pool, and a CUDA graph keeps what it was captured with.
+        allocator = cupy.cuda.using_allocator(torch_memory)
+        with cupy.cuda.Device(array.device.index), cupy.cuda.Stream.from_external(stream), allocator:
             yield
 
     def empty(self, shape: Sequence[int], memory_order: Sequence[int], like: Any) -> Any:
         return _empty(sys.modules["torch"], shape, memory_order, like.dtype, device=like.device)
 
 
-class _StreamPointer:
+def torch_memory(size: int) -> Any:
+    """Allocate for CuPy with PyTorch's allocator, on the current device and for PyTorch's current stream."""
+    memory = sys.modules["cupy"].cuda
+    buffer = sys.modules["torch"].empty(size, dtype=sys.modules["torch"].uint8, device="cuda")
+    return memory.MemoryPointer(memory.UnownedMemory(buffer.data_ptr(), size, buffer, buffer.get_device()), 0)
+
+
+class StreamPointer:
     """Speaks CUDA's stream protocol for a raw stream; PyTorch's own stream objects learned it only lately."""
 
     def __init__(self, pointer: int):
@@ -209,7 +218,7 @@ def bridge_of(arguments: dict[str, Any]) -> tuple[Bridge, Device]:
     TypeError
         If an argument is no array, or if libraries or devices are mixed.
     """
-    given = [(role, a) for role, a in arguments.items() if a is not None or role in ("x", "weight")]
+    given = [(role, a) for role, a in arguments.items() if a is not None or role not in ("bias", "out")]
     first_role, first = given[0]
     bridge = _bridge(first_role, first)
     bridge.check(first_role, first)  # before anything else is asked of the array: a traced one has no device

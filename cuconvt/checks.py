@@ -19,13 +19,14 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype.name)
 
 
-def check_dtypes(x: Any, weight: Any, bias: Any, out: Any) -> None:
-    """Raise TypeError unless x has a supported dtype and all others have x's."""
+def check_dtypes(arrays: dict[str, Any]) -> None:
+    """Raise TypeError unless the first array has a supported dtype and all others that are given have the same."""
+    (first, x), *others = arrays.items()
     if dtype_name(x.dtype) not in DTYPES:
-        raise TypeError(f"x must have one of the dtypes {', '.join(DTYPES)}, got {x.dtype.name}")
-    for role, array in (("weight", weight), ("bias", bias), ("out", out)):
+        raise TypeError(f"{first} must have one of the dtypes {', '.join(DTYPES)}, got {x.dtype.name}")
+    for role, array in others:
         if array is not None and array.dtype != x.dtype:
-            raise TypeError(f"{role} must have x's dtype {x.dtype.name}, got {array.dtype.name}")
+            raise TypeError(f"{role} must have {first}'s dtype {x.dtype.name}, got {array.dtype.name}")
 
 
 def check_precision(precision: str | None, dtype: Any) -> str | None:

@@ -60,7 +60,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def architecture(compute_capability: int) -> str:
-    """Return the -arch value for a GPU, say "sm_90": its own, or the nearest that NVRTC knows and the GPU can load."""
+    """Return the -arch value for a GPU, say "sm_86": its own, or the nearest that NVRTC knows and the GPU can load."""
     known = [int(arch) for arch in _nvrtc().getSupportedArchs()]
     older = [a for a in known if a <= compute_capability]
     if not older:
@@ -70,7 +70,9 @@ def architecture(compute_capability: int) -> str:
         )
     # Machine code loads within a major version; for a newer one the driver compiles PTX.
     kind = "sm" if max(older) // 10 == compute_capability // 10 else "compute"
-    return f"{kind}_{max(older)}"
+    # wgmma is there for sm_90a alone, whose machine code runs on every GPU of compute capability 9.0.
+    suffix = "a" if compute_capability == max(older) == 90 else ""
+    return f"{kind}_{max(older)}{suffix}"
 
 
 def compile_kernel(source: str, arch: str, defines: Defines = ()) -> Compiled:
@@ -110,10 +112,12 @@ def compile_kernel(source: str, arch: str, defines: Defines = ()) -> Compiled:
 
 @functools.cache
 def load_kernel(source: str, entry: str, arch: str, defines: tuple[tuple[str, int], ...]) -> Any:
-    """Return the kernel as a ``cupy.RawKernel``, from the cache or compiled now."""
+    """Return the kernel as a `cuconvt.launch.Kernel`, from the cache or compiled now."""
     import cupy
 
-    return cupy.RawModule(path=str(cached_file(source, arch, defines))).get_function(entry)
+    from cuconvt.launch import Kernel
+
+    return Kernel(cupy.RawModule(path=str(cached_file(source, arch, defines))).get_function(entry))
 
 
 def cached_file(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> Path:

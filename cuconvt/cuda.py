@@ -6,13 +6,16 @@ import functools
 from typing import Any, NamedTuple
 
 import cupy
-import numpy as np
 from cupy.cuda.runtime import getDevice
 
 from cuconvt.checks import dtype_name, reach
 from cuconvt.compile import architecture, load_kernel
+from cuconvt.cuda_gradients import correlate as correlate
+from cuconvt.cuda_gradients import weight_gradient as weight_gradient
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Layout, make_plan, problem_struct
+from cuconvt.launch import Struct
+from cuconvt.plan import Device, Layout, Plan, make_plan, problem_struct
+from cuconvt.tuned import tuned_plan
 from cuconvt.warm import ALIGNMENT
 
 PACK_BLOCK = (256,)
@@ -29,22 +32,24 @@ def conv_transpose(x: Any, weight: Any, bias: Any, geometry: Geometry, precision
 class Launch(NamedTuple):
     """A plan, compiled for a device: what is left of a call is to launch it."""
 
-    kernel: Any  # cupy.cuda.Function, as is `pack`
+    kernel: Any  # cuconvt.launch.Kernel, as is `pack`
     grid: tuple[int]
     block: tuple[int]
     shared_bytes: int
-    problem: np.ndarray
+    problem: Struct
     pack: Any  # the kernel that repacks the weights, or None
     pack_grid: tuple[int]
     packed_bytes: int
 
-    def __call__(self, x: Any, weight: Any, bias: Any, out: Any) -> None:
-        """Queue the kernels on the current stream; of the arrays, only the addresses are passed."""
+    def __call__(
+        self, x: Any, weight: Any, bias: Any, out: Any, stream: Any = None, allocate: Any = cupy.cuda.alloc
+    ) -> None:
+        """Queue the kernels, on CuPy's current stream unless told; of the arrays, only the addresses are passed."""
         if self.pack is not None:
-            packed = cupy.cuda.alloc(self.packed_bytes)
-            self.pack(self.pack_grid, PACK_BLOCK, (weight, packed, self.problem))
+            packed = allocate(self.packed_bytes)
+            self.pack(self.pack_grid, PACK_BLOCK, (weight, packed, self.problem), stream=stream)
             weight = packed
-        self.kernel(self.grid, self.block, (x, weight, bias, out, self.problem), self.shared_bytes)
+        self.kernel(self.grid, self.block, (x, weight, bias, out, self.problem), self.shared_bytes, stream)
 
 
 class WarmCall:
@@ -85,34 +90,33 @@ class WarmCall:
 @functools.lru_cache(maxsize=4096)
 def _prepare(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device_id: int) -> Launch:
     device = device_properties(device_id)
-    plan = make_plan(geometry, dtype, layout, precision, device)
+    return prepare(choose_plan(geometry, dtype, layout, precision, device), device)
+
+
+def choose_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Plan:
+    """Return the plan that a call uses: the one that tuning found, if it did for this problem, else the planner's."""
+    plan = tuned_plan(geometry, dtype, layout, precision, device)
+    return plan or make_plan(geometry, dtype, layout, precision, device)
+
+
+def prepare(plan: Plan, device: Device) -> Launch:
+    """Compile a plan, or load it from the cache."""
     source, arch = f"{plan.kernel}.cu", architecture(device.compute_capability)
     kernel = load_kernel(source, plan.kernel, arch, plan.defines)
     if plan.shared_bytes > 48 * 1024:
-        kernel.max_dynamic_shared_size_bytes = plan.shared_bytes
-    pack = load_kernel(source, f"{plan.kernel}_pack", arch, plan.defines).kernel if plan.packed_words else None
+        # Plans of other extents share the kernel and may need more, or less.
+        kernel.allow_shared_bytes(device.shared_bytes)
+    pack = load_kernel(source, f"{plan.kernel}_pack", arch, plan.defines) if plan.packed_words else None
     return Launch(
-        kernel=kernel.kernel,
+        kernel=kernel,
         grid=(plan.grid,),
         block=(plan.block,),
         shared_bytes=plan.shared_bytes,
-        problem=_by_value(problem_struct(plan)),
+        problem=Struct(problem_struct(plan)),
         pack=pack,
         pack_grid=(-(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK[0])),),
         packed_bytes=4 * plan.packed_words,
     )
-
-
-class _ByValue(np.ndarray):
-    """A struct as a kernel's argument. CuPy reads this attribute at every launch, and NumPy would make it anew."""
-
-    __array_interface__: dict[str, Any] = {}  # noqa: RUF012
-
-
-def _by_value(struct: np.ndarray) -> np.ndarray:
-    argument = struct.view(_ByValue)
-    argument.__array_interface__ = struct.__array_interface__
-    return argument
 
 
 @functools.cache
@@ -123,4 +127,5 @@ def device_properties(device_id: int) -> Device:
         compute_capability=int(device.compute_capability),
         multiprocessors=device.attributes["MultiProcessorCount"],
         shared_bytes=device.attributes["MaxSharedMemoryPerBlockOptin"],
+        name=cupy.cuda.runtime.getDeviceProperties(device_id)["name"].decode(),
     )

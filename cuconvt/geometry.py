@@ -2,6 +2,9 @@
 
 This is the one place where parameters are normalised, shapes computed and shape errors raised. Everything behind it
 (planning, kernels, the NumPy backend) sees only the 3-D form: 1-D and 2-D problems have leading axes of extent 1.
+
+A convolution is the adjoint of a transposed convolution with the same weight, so it has the `Geometry` of that one:
+what it reads has the geometry's `out_shape`, and what it gives its `x_shape`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ Triple = tuple[int, int, int]
 @dataclass(frozen=True)
 class Geometry:
     """A transposed convolution in 3-D form; all extents are in elements, axes in the order D, H, W.
+
+    Its gradients have the same geometry: x and the result are of these shapes whichever of them is computed.
 
     Attributes
     ----------
@@ -59,14 +64,22 @@ class Geometry:
         return self.c_out // self.groups
 
     @property
+    def x_shape(self) -> Ints:
+        """Shape of x as the caller sees it."""
+        return self._batched(self.c_in, self.x_extent)
+
+    @property
     def out_shape(self) -> Ints:
         """Shape of the result as the caller sees it."""
-        spatial = self.out_extent[3 - self.rank :]
-        return (self.n, self.c_out, *spatial) if self.batched else (self.c_out, *spatial)
+        return self._batched(self.c_out, self.out_extent)
 
     @property
     def taps(self) -> int:
         return self.kernel[0] * self.kernel[1] * self.kernel[2]
+
+    def _batched(self, channels: int, extent: Triple) -> Ints:
+        shape = (channels, *extent[3 - self.rank :])
+        return (self.n, *shape) if self.batched else shape
 
 
 def normalise(
@@ -89,6 +102,20 @@ def normalise(
     )
 
 
+def normalise_conv(
+    rank: int, stride: Any, padding: Any, dilation: Any, groups: Any
+) -> tuple[Ints, Pairs | str, Ints, int]:
+    """Turn the parameters of a convolution into tuples as `normalise` does; padding may be "valid" or "same"."""
+    if isinstance(padding, str) and padding not in ("valid", "same"):
+        raise ValueError(f"padding must be 'valid', 'same' or integers, got {padding!r}")
+    return (
+        _one_an_axis("stride", stride, rank, minimum=1),
+        "same" if padding == "same" else _pairs_an_axis(0 if padding == "valid" else padding, rank),
+        _one_an_axis("dilation", dilation, rank, minimum=1),
+        _integer("groups", groups, minimum=1),
+    )
+
+
 @functools.lru_cache(maxsize=1024)
 def make_geometry(
     rank: int,
@@ -101,35 +128,26 @@ def make_geometry(
     groups: int,
     dilation: Ints,
     output_size: Ints | None,
+    x_name: str = "x",
+    weight_name: str = "weight",
 ) -> Geometry:
     """Build the `Geometry` of a call from shapes and normalised parameters.
 
     Raises
     ------
     ValueError
-        If a shape or a parameter does not fit; the message names the argument, what came and what is required.
+        If a shape or a parameter does not fit; the message names the argument, what came and what is required. Shapes
+        are named `x_name` and `weight_name`, as the caller's arguments are.
     """
-    axes = "DHW"[3 - rank :]
-    if len(x_shape) not in (rank + 1, rank + 2):
-        raise ValueError(
-            f"x must have {rank + 2} axes (N, C_in, {', '.join(axes)}) or {rank + 1} without N, got shape {x_shape}"
-        )
-    if len(weight_shape) != rank + 2:
-        raise ValueError(
-            f"weight must have {rank + 2} axes (C_in, C_out/groups, {', '.join('k' + a for a in axes)}), "
-            f"got shape {weight_shape}"
-        )
-    batched = len(x_shape) == rank + 2
-    n, c_in, *extent = x_shape if batched else (1, *x_shape)
-    kernel = weight_shape[2:]
+    n, c_in, extent = _split_x(rank, x_shape, x_name)
+    kernel = _kernel(rank, weight_shape, weight_name, "C_in, C_out/groups")
     if weight_shape[0] != c_in:
-        raise ValueError(f"weight must have C_in = {c_in} (x's channels) as its first extent, got shape {weight_shape}")
+        raise ValueError(
+            f"{weight_name} must have C_in = {c_in} ({x_name}'s channels) as its first extent, got shape {weight_shape}"
+        )
     if c_in < 1 or c_in % groups:
-        raise ValueError(f"groups must divide the channels of x, got groups={groups} with C_in={c_in}")
-    if min(weight_shape[1:]) < 1:
-        raise ValueError(f"weight must have no empty axis, got shape {weight_shape}")
-    if min(extent) < 1:
-        raise ValueError(f"x must have spatial extents of at least 1, got shape {x_shape}")
+        raise ValueError(f"groups must divide the channels of {x_name}, got groups={groups} with C_in={c_in}")
+    _require_extents(x_shape, extent, x_name, weight_shape, weight_name)
     c_out = weight_shape[1] * groups
     if bias_shape is not None and bias_shape != (c_out,):
         raise ValueError(f"bias must have shape (C_out,) = ({c_out},), got shape {bias_shape}")
@@ -150,31 +168,138 @@ def make_geometry(
     out = tuple(
         _out_extent(*axis) for axis in zip(extent, kernel, stride, padding, dilation, output_padding, strict=True)
     )
-    if min(out) < 1:
+    if any(o < 1 for o in out):
         raise ValueError(
-            f"the output extents must be at least 1, got {out}: x of extents {tuple(extent)} with kernel={kernel}, "
+            f"the output extents must be at least 1, got {out}: {x_name} of extents {extent} with kernel={kernel}, "
             f"stride={stride}, padding={padding}, dilation={dilation}, output_padding={output_padding}"
         )
 
-    def lead(values: Sequence[int], fill: int) -> Triple:
-        return (*(fill,) * (3 - rank), *values)  # type: ignore[return-value]
-
     return Geometry(
         rank=rank,
-        batched=batched,
+        batched=len(x_shape) == rank + 2,
         n=n,
         c_in=c_in,
         c_out=c_out,
         groups=groups,
-        x_extent=lead(extent, 1),
-        kernel=lead(kernel, 1),
-        stride=lead(stride, 1),
-        dilation=lead(dilation, 1),
-        pad_before=lead([before for before, _ in padding], 0),
-        pad_after=lead([after for _, after in padding], 0),
-        output_padding=lead(output_padding, 0),
-        out_extent=lead(out, 1),
+        x_extent=_in_3d(extent, 1),
+        kernel=_in_3d(kernel, 1),
+        stride=_in_3d(stride, 1),
+        dilation=_in_3d(dilation, 1),
+        pad_before=_in_3d([before for before, _ in padding], 0),
+        pad_after=_in_3d([after for _, after in padding], 0),
+        output_padding=_in_3d(output_padding, 0),
+        out_extent=_in_3d(out, 1),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def make_conv_geometry(
+    rank: int,
+    x_shape: Ints,
+    weight_shape: Ints,
+    bias_shape: Ints | None,
+    stride: Ints,
+    padding: Pairs | str,
+    dilation: Ints,
+    groups: int,
+    x_name: str = "x",
+    weight_name: str = "weight",
+) -> Geometry:
+    """Build the `Geometry` of the transposed convolution whose adjoint a convolution is.
+
+    The channels that the convolution reads are the geometry's `c_out`, and those that it gives `c_in`. Inputs past the
+    last step of a stride are its output padding.
+
+    Raises
+    ------
+    ValueError
+        As `make_geometry` does.
+    """
+    n, c_in, extent = _split_x(rank, x_shape, x_name)
+    kernel = _kernel(rank, weight_shape, weight_name, "C_out, C_in/groups")
+    c_out = weight_shape[0]
+    if c_in != weight_shape[1] * groups:
+        raise ValueError(
+            f"{weight_name} must have C_in/groups as its second extent, got shape {weight_shape} with C_in={c_in} "
+            f"({x_name}'s channels) and groups={groups}"
+        )
+    if c_out < 1 or c_out % groups:
+        raise ValueError(
+            f"groups must divide the first extent of {weight_name}, got groups={groups} with C_out={c_out}"
+        )
+    _require_extents(x_shape, extent, x_name, weight_shape, weight_name)
+    if bias_shape is not None and bias_shape != (c_out,):
+        raise ValueError(f"bias must have shape (C_out,) = ({c_out},), got shape {bias_shape}")
+    spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    if isinstance(padding, str):  # "same"
+        if any(s != 1 for s in stride):
+            raise ValueError(f"padding='same' must come with a stride of 1, got stride={stride}")
+        padding = tuple((span // 2, span - span // 2) for span in spans)
+    # Positions for the kernel's first tap, less one.
+    steps = [i + before + after - span - 1 for i, (before, after), span in zip(extent, padding, spans, strict=True)]
+    out = tuple(step // s + 1 for step, s in zip(steps, stride, strict=True))
+    if min(out) < 1:
+        raise ValueError(
+            f"the output extents must be at least 1, got {out}: {x_name} of extents {extent} with kernel={kernel}, "
+            f"stride={stride}, padding={padding}, dilation={dilation}"
+        )
+    return Geometry(
+        rank=rank,
+        batched=len(x_shape) == rank + 2,
+        n=n,
+        c_in=c_out,
+        c_out=c_in,
+        groups=groups,
+        x_extent=_in_3d(out, 1),
+        kernel=_in_3d(kernel, 1),
+        stride=_in_3d(stride, 1),
+        dilation=_in_3d(dilation, 1),
+        pad_before=_in_3d([before for before, _ in padding], 0),
+        pad_after=_in_3d([after for _, after in padding], 0),
+        output_padding=_in_3d([step % s for step, s in zip(steps, stride, strict=True)], 0),
+        out_extent=_in_3d(extent, 1),
+    )
+
+
+def check_grad_output(shape: Ints, required: Ints) -> None:
+    """Raise ValueError unless a gradient has the shape of the result that it is the gradient of."""
+    if shape != required:
+        raise ValueError(f"grad_output must have shape {required}, that of the result, got {shape}")
+
+
+def check_rank(name: str, array_shape: Ints, rank: int, channels: str) -> None:
+    """Raise ValueError unless a shape has `rank` spatial axes, the channels and perhaps a batch."""
+    if len(array_shape) not in (rank + 1, rank + 2):
+        axes = ", ".join("DHW"[3 - rank :])
+        raise ValueError(
+            f"{name} must have {rank + 2} axes (N, {channels}, {axes}) or {rank + 1} without N, got shape {array_shape}"
+        )
+
+
+def _split_x(rank: int, x_shape: Ints, name: str) -> tuple[int, int, Ints]:
+    """Return N (1 if unbatched), C_in and the spatial extents."""
+    check_rank(name, x_shape, rank, "C_in")
+    n, c_in, *extent = x_shape if len(x_shape) == rank + 2 else (1, *x_shape)
+    return n, c_in, tuple(extent)
+
+
+def _kernel(rank: int, weight_shape: Ints, name: str, channels: str) -> Ints:
+    if len(weight_shape) != rank + 2:
+        axes = ", ".join("k" + axis for axis in "DHW"[3 - rank :])
+        raise ValueError(f"{name} must have {rank + 2} axes ({channels}, {axes}), got shape {weight_shape}")
+    return weight_shape[2:]
+
+
+def _require_extents(x_shape: Ints, extent: Ints, x_name: str, weight_shape: Ints, weight_name: str) -> None:
+    # Not min(), which would also compare extents with each other; under torch.compile they may be symbols.
+    if any(e < 1 for e in weight_shape[1:]):
+        raise ValueError(f"{weight_name} must have no empty axis, got shape {weight_shape}")
+    if any(e < 1 for e in extent):
+        raise ValueError(f"{x_name} must have spatial extents of at least 1, got shape {x_shape}")
+
+
+def _in_3d(values: Sequence[int], fill: int) -> Triple:
+    return (*(fill,) * (3 - len(values)), *values)  # type: ignore[return-value]
 
 
 def _out_extent(extent: int, kernel: int, stride: int, padding: tuple[int, int], dilation: int, extra: int) -> int:
@@ -196,6 +321,8 @@ def _padding_for_size(
 
 def shape(name: str, extents: Sequence[Any]) -> Ints:
     """Turn the shape that a caller wrote into a tuple of int, checking types and signs."""
+    if not isinstance(extents, Sequence) or isinstance(extents, str):
+        raise TypeError(f"{name} must be a sequence of integers, got {extents!r} of type {type(extents).__name__}")
     return tuple(_integer(name, extent, minimum=0) for extent in extents)
 
 

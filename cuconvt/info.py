@@ -128,12 +128,26 @@ def _folders() -> list[tuple[str, str]]:
     from cuconvt.compile import cache_folder, kernel_folder
 
     kernels, cache = kernel_folder(), cache_folder()
-    entries = [file for file in cache.rglob("*") if file.is_file()]
+    entries = list(cache.rglob("*.bin"))
     size = sum(file.stat().st_size for file in entries) / 2**20
     return [
         ("kernels", f"{kernels} ({', '.join(sorted(file.stem for file in kernels.glob('*.cu'))) or 'empty'})"),
         ("cache", f"{cache} ({len(entries)} entries, {size:.1f} MiB)"),
+        ("tuned", _tuned()),
     ]
+
+
+def _tuned() -> str:
+    """Return how many tuned choices there are and whether calls use them."""
+    from cuconvt import tuned
+
+    choices = tuned.read(tuned.store_file()).values()
+    if not choices:
+        return "no choices, the planner decides (`python -m cuconvt tune` measures)"
+    current = sum(choice.sources == tuned.sources_digest() for choice in choices)
+    use = "ignored, as CUCONVT_TUNED=0 is set" if tuned.is_ignored() else "used for the problems that were measured"
+    older = f", and {len(choices) - current} of other kernels" if current < len(choices) else ""
+    return f"{current} choices in {tuned.store_file()}, {use}{older}"
 
 
 def _missing(cupy: Any, driver: tuple[int, int] | None, nvrtc: str) -> list[str]:

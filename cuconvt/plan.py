@@ -35,11 +35,14 @@ class Device:
     multiprocessors : int
     shared_bytes : int
         Largest shared memory of one block, in bytes, when the kernel opts in.
+    name : str
+        What the driver calls it. Tuned choices depend on it, plans do not.
     """
 
     compute_capability: int
     multiprocessors: int
     shared_bytes: int
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,15 @@ class Plan:
     packed_words, packed_a_thread : int
         Size of the repacked weights in 4-byte words, and how many one thread of ``<kernel>_pack`` writes; 0 when the
         kernel reads the weights as they are.
+    workspace_bytes, sums : int
+        Size of the partial sums that the kernel writes, and how many sums ``<kernel>_add`` makes of them; 0 when the
+        kernel writes the result itself.
+    tile : object
+        The family's tile, from which its ``plan_<kernel>`` makes the same plan again.
+    tuned : bool
+        Whether the tile was chosen by measurement, by ``python -m cuconvt tune``.
     refused : tuple of str
-        The families that were not chosen, each with its reason.
+        What was not chosen, each with its reason.
     """
 
     kernel: str
@@ -117,13 +127,23 @@ class Plan:
     cost: float
     packed_words: int = 0
     packed_a_thread: int = 1
+    workspace_bytes: int = 0
+    sums: int = 0
+    tile: Any = field(default=None, compare=False)
+    tuned: bool = field(default=False, compare=False)
     refused: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def name(self) -> str:
+        """The kernel, and how it was chosen unless by the planner."""
+        return f"{self.kernel} (tuned)" if self.tuned else self.kernel
 
     def __str__(self) -> str:
         defines = " ".join(f"{name}={value}" for name, value in self.defines)
         packed = f", repacked weights {4 * self.packed_words} B" if self.packed_words else ""
+        parts = f", partial sums {self.workspace_bytes} B" if self.workspace_bytes else ""
         lines = [
-            f"{self.kernel}: grid {self.grid}, block {self.block}, shared {self.shared_bytes} B{packed}, {defines}"
+            f"{self.name}: grid {self.grid}, block {self.block}, shared {self.shared_bytes} B{packed}{parts}, {defines}"
         ]
         return "\n  not ".join([*lines, *self.refused])
 
@@ -148,11 +168,17 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
     from cuconvt.plan_few_channels import plan_few_channels
     from cuconvt.plan_gather import plan_gather
     from cuconvt.plan_phase_gemm import plan_phase_gemm
+    from cuconvt.plan_phase_wgmma import plan_phase_wgmma
 
     proposals = [
         family(geometry, dtype, layout, precision, device)
-        for family in (plan_phase_gemm, plan_few_channels, plan_gather)
+        for family in (plan_phase_wgmma, plan_phase_gemm, plan_few_channels, plan_gather)
     ]
+    return cheapest(geometry, dtype, precision, proposals)
+
+
+def cheapest(geometry: Geometry, dtype: str, precision: str | None, proposals: list[Plan | Refusal]) -> Plan:
+    """Return the plan with the least cost, which says why the others were not chosen."""
     plans = sorted((p for p in proposals if isinstance(p, Plan)), key=lambda plan: plan.cost)
     refused = [f"{p.kernel}: {p.reason}" for p in proposals if isinstance(p, Refusal)]
     if not plans:
@@ -160,9 +186,14 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
     best, *others = plans
     refused += [f"{p.kernel}: cost {p.cost:.3g} against {best.cost:.3g}" for p in others]
     plan = Plan(**{**best.__dict__, "refused": tuple(refused)})
+    show(plan, geometry, dtype, precision)
+    return plan
+
+
+def show(plan: Plan, geometry: Geometry, dtype: str, precision: str | None) -> None:
+    """Print a plan on standard error, where ``CUCONVT_DEBUG=plan`` asks for it."""
     if "plan" in os.environ.get("CUCONVT_DEBUG", "").split(","):
         print(f"cuconvt plan for {geometry} {dtype} {precision or ''}\n  {plan}", file=sys.stderr)
-    return plan
 
 
 def positions(geometry: Geometry, axis: int) -> int:
@@ -205,7 +236,12 @@ def at_residue(least: int, residue: int, modulus: int) -> int:
 
 
 def problem_parameters(
-    geometry: Geometry, layout: Layout, tiles: Ints, x_vector: bool = False, out_vector: bool = False
+    geometry: Geometry,
+    layout: Layout,
+    tiles: Ints,
+    x_vector: int = False,
+    out_vector: int = False,
+    box: Ints = (0,) * 11,
 ) -> Ints:
     """Return ``struct Problem`` of kernels/common.cuh as a flat tuple."""
     g = geometry
@@ -220,12 +256,13 @@ def problem_parameters(
         *layout.out,
         *tiles,
         *(int(x_vector), int(out_vector)),
-        *(_magic(divisor) for divisor in (*tiles, g.groups)),
+        *(magic(divisor) for divisor in (*tiles, g.groups)),
+        *box,
     )
 
 
-def _magic(divisor: int) -> int:
-    """Return what `take` in kernels/common.cuh divides by `divisor` with: multiplier + 2**32 * shift."""
+def magic(divisor: int) -> int:
+    """Return what `quotient` in kernels/common.cuh divides by `divisor` with: multiplier + 2**32 * shift."""
     shift = (divisor - 1).bit_length()
     return -(-(2 ** (31 + shift)) // divisor) + 2**32 * shift
 

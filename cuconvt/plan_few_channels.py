@@ -52,14 +52,14 @@ class Tile:
 
 
 def plan_few_channels(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
 ) -> Plan | Refusal:
-    """Propose the cheapest tile. The kernel computes in float32 (float64 for float64), which serves every precision."""
+    """Propose the cheapest tile, or a given one. It serves every precision, in float32 (float64 for float64)."""
     if reason := _refuse(geometry, dtype, device):
         return Refusal("few_channels", reason)
     geometry, layout = _batch_as_axis(geometry, layout)
     work = _Work(geometry, dtype, layout)
-    tile = min(_tiles(work), key=lambda t: work.clocks_a_position(t, device), default=None)
+    tile = tile or min(_tiles(work), key=lambda t: work.clocks_a_position(t, device), default=None)
     if tile is None:
         return Refusal("few_channels", "the taps of a row do not fit into the registers")
     if work.shared_bytes(tile) > MAX_SHARED_BYTES:
@@ -112,7 +112,20 @@ def plan_few_channels(
         shared_bytes=work.shared_bytes(tile),
         problem=problem_parameters(geometry, layout, (chunks, rows, tiles_w, tiles_c)),
         cost=max(work.clocks_a_position(tile, device), work.memory_clocks_a_position()) * all_positions(geometry),
+        tile=tile,
     )
+
+
+def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
+    """Yield a plan for every tile that fits, among them the one that is proposed."""
+    if _refuse(geometry, dtype, device):
+        return
+    turned, turned_layout = _batch_as_axis(geometry, layout)
+    work = _Work(turned, dtype, turned_layout)
+    for tile in _tiles(work):
+        plan = plan_few_channels(geometry, dtype, layout, precision, device, tile)
+        if isinstance(plan, Plan):
+            yield plan
 
 
 def _refuse(geometry: Geometry, dtype: str, device: Device) -> str | None:

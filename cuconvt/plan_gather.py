@@ -60,12 +60,13 @@ class Tile:
 
 
 def plan_gather(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
 ) -> Plan | Refusal:
-    """Propose the cheapest tile. The kernel computes in float32 (float64 for float64), which serves every precision."""
+    """Propose the cheapest tile, or a given one. It serves every precision, in float32 (float64 for float64)."""
     if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
         return Refusal("gather", "stride and dilation * kernel must stay below 2**31 on every axis")
-    tile = min(_tiles(geometry, dtype, layout, device), key=lambda t: _cost_a_position(geometry, t), default=None)
+    fitting = _tiles(geometry, dtype, layout, device)
+    tile = tile or min(fitting, key=lambda t: _cost_a_position(geometry, t), default=None)
     if tile is None:
         return Refusal("gather", f"no tile fits into {device.shared_bytes} bytes of shared memory")
     tiles_d, tiles_h, tiles_w = (-(-positions(geometry, a) // tile.box[a]) for a in range(3))
@@ -108,7 +109,16 @@ def plan_gather(
         shared_bytes=shared,
         problem=problem_parameters(geometry, layout, (tiles_d, tiles_h, tiles_w, tiles_c)),
         cost=_cost_a_position(geometry, tile) * all_positions(geometry) / lanes,
+        tile=tile,
     )
+
+
+def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
+    """Yield a plan for every tile that fits, among them the one that is proposed."""
+    for tile in _tiles(geometry, dtype, layout, device):
+        plan = plan_gather(geometry, dtype, layout, precision, device, tile)
+        if isinstance(plan, Plan):
+            yield plan
 
 
 def _tiles(geometry: Geometry, dtype: str, layout: Layout, device: Device) -> Iterator[Tile]:

@@ -28,10 +28,22 @@ PRECISION_CODES = {None: 0, "tf32": 1, "tf32x3": 3}
 ROW = 8  # positions along W that stay together
 MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
 MAX_STRIDE_W = 8  # phases whose accumulators a thread can hold
+# The tiles to choose from: warps of a block along D, H and W, by rank (eight of them where shared memory holds a single
+# block), and the other macros of the kernel.
+WARPS = {
+    1: ((1, 1, 4),),
+    2: ((1, 2, 2), (1, 1, 4), (1, 2, 4)),
+    3: ((2, 1, 2), (4, 1, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)),
+}
+ROWS = (8, 4, 2)
+TILES_C = (1, 2, 3, 4, 6, 8)
+K_STEPS = (1, 2)
+
 REGISTERS = 65536  # of a multiprocessor
-# Compilers for other architectures than the one that the estimate was fitted on (9) take more registers: percent.
-REGISTERS_BY_ARCHITECTURE = {8: 125, 9: 100}
-REGISTERS_ELSEWHERE = 160
+MAX_REGISTERS = 255  # of a thread
+# Registers for two rows of x, split for three products, where the compiler keeps them for other taps along H; by the
+# first digits of the compute capability, 17 elsewhere.
+KEPT_A_PAIR = {8: 9, 9: 6}
 
 # Rates of a multiprocessor, per clock, that the cost estimate uses; measured on an H200, similar from sm_80 on.
 MMA_CLOCKS = 1.5
@@ -47,7 +59,6 @@ class Tile:
     """The compile-time shape of a block; the fields are the macros of the kernel."""
 
     warps: tuple[int, int, int]  # along D, H, W
-    warps_c: int
     rows: int
     rows_along_w: bool
     tiles_c: int
@@ -55,7 +66,7 @@ class Tile:
 
     @property
     def block(self) -> int:
-        return 32 * prod(self.warps) * self.warps_c
+        return 32 * prod(self.warps)
 
     @property
     def box(self) -> tuple[int, int, int]:
@@ -65,17 +76,17 @@ class Tile:
 
     @property
     def box_c(self) -> int:
-        return self.warps_c * self.tiles_c * 8
+        return self.tiles_c * 8
 
 
 def plan_phase_gemm(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
 ) -> Plan | Refusal:
-    """Propose the tile with the least estimated time, or say why tensor cores do not serve."""
+    """Propose the tile with the least estimated time, or a given one, or say why tensor cores do not serve."""
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal("phase_gemm", reason)
     work = _Work(geometry, dtype, precision, layout, device.compute_capability)
-    tile = min(_tiles(work, device), key=lambda t: work.clocks_a_position(t, device), default=None)
+    tile = tile or min(_tiles(work, device), key=lambda t: work.clocks_a_position(t, device), default=None)
     if tile is None:
         return Refusal(
             "phase_gemm", f"no tile fits into {device.shared_bytes} bytes of shared memory and the registers"
@@ -101,7 +112,7 @@ def plan_phase_gemm(
             for name, values in per_axis.items()
             for axis, value in zip(AXES, values, strict=True)
         ),
-        ("WARPS_C", tile.warps_c),
+        ("WARPS_C", 1),  # warps side by side along the channels gain little
         ("ROWS", tile.rows),
         ("ROWS_ALONG_W", int(tile.rows_along_w)),
         ("TILES_C", tile.tiles_c),
@@ -110,7 +121,8 @@ def plan_phase_gemm(
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
         ("INDEX64", int(needs_64_bits(geometry, layout, tile.box))),
-        ("MIN_BLOCKS", work.blocks(tile, device)),
+        # A thread may have all of its registers: a tighter bound mostly gave the same code, and often spilled.
+        ("MIN_BLOCKS", REGISTERS // (round_up(MAX_REGISTERS, 8) * tile.block)),
         ("SHARED_BYTES", shared),
     )
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
@@ -131,7 +143,19 @@ def plan_phase_gemm(
         cost=work.clocks_a_position(tile, device) * all_positions(geometry),
         packed_words=packed,
         packed_a_thread=work.fragment,
+        tile=tile,
     )
+
+
+def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
+    """Yield a plan for every tile that fits, among them the one that is proposed."""
+    if _refuse(geometry, dtype, precision, device):
+        return
+    work = _Work(geometry, dtype, precision, layout, device.compute_capability)
+    for tile in _tiles(work, device):
+        plan = plan_phase_gemm(geometry, dtype, layout, precision, device, tile)
+        if isinstance(plan, Plan):
+            yield plan
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
@@ -186,12 +210,20 @@ class _Work:
         steps = [s // gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True)]
         hops = [d // gcd(s, d) for s, d in zip(geometry.stride, geometry.dilation, strict=True)]
         self.taps_h = -(-geometry.kernel[1] // steps[1])  # of one phase, at most
-        self.even_taps_h = geometry.kernel[1] % steps[1] == 0  # all phases have equally many
         self.reach_h = (self.taps_h - 1) * hops[1]
         self.reach_w = (geometry.kernel[2] - 1) * geometry.dilation[2] // geometry.stride[2]
         first = geometry.pad_before[2] // geometry.stride[2] - self.reach_w
         self.early = 0 if self.channels_last else first % 4
         self.live = len({k * geometry.dilation[2] % geometry.stride[2] for k in range(geometry.kernel[2])})
+        # Different positions of x that one tap of each phase along W reads.
+        self.columns = len({k * geometry.dilation[2] // geometry.stride[2] for k in range(self.live)})
+        # Taps of a phase along W that the compiler interleaves, of three products: those of one axis, less one where
+        # taps along H are branches because only some phases have them.
+        rounds = -(-geometry.kernel[2] // steps[2]) if self.live > 1 else 1
+        if geometry.kernel[1] % steps[1]:
+            self.interleaved = max(self.taps_h, rounds) - 1
+        else:
+            self.interleaved = self.taps_h if self.taps_h > 1 else rounds
 
     def chunk(self, tile: Tile) -> int:
         """Input channels of a step."""
@@ -215,36 +247,20 @@ class _Work:
         if self.out_channels_last:
             piece = prod(tile.warps) * ROW * stride_w * at_residue(tile.box_c, 8, 16)
         else:
-            piece = 8 * tile.warps_c * at_residue(prod(tile.box) * stride_w, 4 if stride_w == 1 else 8, 16)
+            piece = 8 * at_residue(prod(tile.box) * stride_w, 4 if stride_w == 1 else 8, 16)
         return 2 * max(stage, piece)
 
     def registers(self, tile: Tile) -> int:
-        """Estimate the registers of a thread, on the safe side: no tile that is chosen may spill."""
+        """Estimate what the compiler takes for a thread: accumulators, operands, and the rest. Beyond 255 it spills."""
         accumulators = 2 * tile.rows * tile.tiles_c * self.live
-        others = self._registers_of_three_products if self.products == 3 else self._registers_of_one
-        estimate = accumulators + others(tile)
-        return estimate * REGISTERS_BY_ARCHITECTURE.get(self.compute_capability // 10, REGISTERS_ELSEWHERE) // 100
-
-    def _registers_of_three_products(self, tile: Tile) -> int:
-        several = self.live > 1
-        count = 4 * tile.tiles_c * (self.taps_h + tile.rows) + 55
-        if several:
-            count += 7 * tile.tiles_c + 12 * (self.live - 1)
-            if self.channels_last and self.taps_h > 1 and self.even_taps_h:
-                count += 12 * tile.tiles_c * self.taps_h
-        if self.compute_capability < 90 and self.taps_h > (2 if several else 3):
-            count += 16 * tile.tiles_c * self.taps_h
-        return count
-
-    def _registers_of_one(self, tile: Tile) -> int:
-        count = 2 * tile.rows + 4 * self.reach_h + 2 * tile.tiles_c + self.taps_h // 3 * 3 + 50
-        if self.itemsize == 4:
-            return count + (6 if self.channels_last else 0)
-        # Two 16-bit channels become a word in registers, and what is unrolled is loaded ahead.
-        count += 8 + 2 * tile.k_steps + 4 * (tile.k_steps * (self.live - 1)) ** 2
-        if self.channels_last:
-            count += 3 * (self.live - 1) + (14 if tile.k_steps > 2 else 3) * tile.rows * (tile.k_steps - 1)
-        return count
+        if self.products == 3:
+            operands = 4 * tile.tiles_c * (max(self.taps_h, self.interleaved) + 1) + 7 * self.live * self.columns
+            if self.interleaved > 1:
+                operands += KEPT_A_PAIR.get(self.compute_capability // 10, 17) * (tile.rows // 2 + self.reach_h)
+            return 2 * accumulators + operands + 65  # three products are summed up in registers of their own
+        operands = (2 * tile.rows + 4 * self.reach_h) * self.columns + 3 * tile.tiles_c
+        ahead = tile.k_steps if self.itemsize == 2 else 1  # steps that are unrolled and loaded together
+        return accumulators + operands * ahead + 64
 
     def blocks(self, tile: Tile, device: Device) -> int:
         """Blocks that a multiprocessor holds; each reserves 1 KB of shared memory on top of its own."""
@@ -286,18 +302,11 @@ class _Work:
 def _tiles(work: _Work, device: Device) -> Iterator[Tile]:
     """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
     rank = work.geometry.rank
-    warps = {
-        1: [(1, 1, 4), (1, 1, 8)],
-        2: [(1, 2, 2), (1, 2, 4), (1, 1, 4)],
-        3: [(2, 1, 2), (4, 1, 1), (4, 1, 2), (2, 2, 2), (1, 2, 2), (1, 1, 4)],
-    }[rank]
-    for shape, warps_c, rows, tiles_c, k_steps in itertools.product(warps, (1, 2), (8, 4, 2), range(1, 9), (1, 2, 4)):
-        tile = Tile(shape, warps_c, rows, rank == 1, tiles_c, k_steps)
-        if tile.box_c >= work.geometry.c_out_per_group + 8 and tiles_c > 1:
+    for warps, rows, tiles_c, k_steps in itertools.product(WARPS[rank], ROWS, TILES_C, K_STEPS):
+        tile = Tile(warps, rows, rank == 1, tiles_c, k_steps)
+        if tiles_c > 1 and tile.box_c >= work.geometry.c_out_per_group + 8:
             continue
         if k_steps > 1 and work.chunk(tile) >= 2 * work.geometry.c_in_per_group:
             continue
-        if tile.block > 256 or work.registers(tile) > min(255, REGISTERS // tile.block):
-            continue
-        if 4 * work.shared_words(tile) <= device.shared_bytes:
+        if work.registers(tile) <= MAX_REGISTERS and 4 * work.shared_words(tile) <= device.shared_bytes:
             yield tile

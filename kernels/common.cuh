@@ -35,10 +35,14 @@ __device__ __forceinline__ void narrow(float value, Half& to) { to.bits = float_
 __device__ __forceinline__ void narrow(float value, float& to) { to = value; }
 __device__ __forceinline__ void narrow(double value, double& to) { to = value; }
 __device__ __forceinline__ void narrow(float value, BFloat16& to) {
-    // Round to nearest even in integers: the conversion instruction needs sm_80. A NaN stays a (quiet) NaN.
+#if __CUDA_ARCH__ >= 800
+    to.bits = (unsigned short)floats_to_bfloat16_bits(value, 0.0f);
+#else
+    // Round to nearest even in integers. A NaN stays a (quiet) NaN.
     const unsigned bits = __float_as_uint(value);
     const unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     to.bits = (unsigned short)(value != value ? (bits >> 16) | 0x40u : rounded);
+#endif
 }
 
 // N consecutive values, moved by one instruction where they are 16 bytes.
@@ -117,14 +121,23 @@ struct Problem {
     long long x_vector;    // whether x may be read 16 bytes at a time (8 bytes for rows of 16-bit elements)
     long long out_vector;  // whether the result may be written four channels (channels-last) or one word at a time
     long long magic[5];    // for dividing by the four tiles and by the groups, see `take`
+    // Where a block's box of positions is a run-time matter:
+    long long box[3];        // its extents along D, H, W
+    long long plane;         // positions that are staged, and what is read beyond them
+    long long patches[2];    // 8 x 8 patches of the box along H and W, or zeros: 64 positions in a row
+    long long blocks;        // boxes in all, for blocks that take one after the other
+    long long box_magic[4];  // for dividing by what such a kernel has to
 };
 
-// Splits off a block's index the part that counts tiles[axis] (axis 4: groups), which runs faster than the rest. The host
-// gives each divisor d as m + 2^32 s with m = ceil(2^(31 + s) / d), so that n / d = n m / 2^(31 + s) for all n < 2^31.
+// n / d for all n < 2^31. The host gives d as m + 2^32 s with m = ceil(2^(31 + s) / d): n / d = n m / 2^(31 + s).
+__device__ __forceinline__ unsigned quotient(unsigned n, long long magic) {
+    return (unsigned)((unsigned long long)n * (unsigned)magic >> (31 + (unsigned)(magic >> 32)));
+}
+
+// Splits off a block's index the part that counts tiles[axis] (axis 4: groups), which runs faster than the rest.
 __device__ __forceinline__ unsigned take(unsigned& index, const Problem& p, int axis) {
-    const unsigned multiplier = (unsigned)p.magic[axis], shift = 31 + (unsigned)(p.magic[axis] >> 32);
-    const unsigned quotient = (unsigned)((unsigned long long)index * multiplier >> shift);
-    const unsigned part = index - quotient * (unsigned)(axis == 4 ? p.groups : p.tiles[axis]);
-    index = quotient;
+    const unsigned rest = quotient(index, p.magic[axis]);
+    const unsigned part = index - rest * (unsigned)(axis == 4 ? p.groups : p.tiles[axis]);
+    index = rest;
     return part;
 }

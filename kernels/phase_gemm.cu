@@ -12,6 +12,7 @@
 //
 // Compile-time: kernel, stride, dilation, dtype, precision and tile. Run-time: N, extents, padding, channels, strides.
 #include "common.cuh"
+#include "tf32.cuh"
 
 #define NATIVE 0  // 16-bit operands as they are
 #define TF32 1    // rounded to TF32
@@ -310,25 +311,6 @@ __host__ __device__ constexpr int packed_place(int tap) {
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
-
-// The low 13 bits of what an mma reads are dropped. Adding half of what the last kept bit counts, which the power of two
-// below the value tells, rounds to the nearest TF32 number; Inf and NaN stay.
-__device__ __forceinline__ unsigned to_tf32(float value) {
-    const float power = __uint_as_float(__float_as_uint(value) & 0xff800000u);
-    return __float_as_uint(fmaf(power, 0.00048828125f, value));
-}
-
-// Multiplying by 1 + 2^-12 adds between a quarter and a half of that: one operation, and good enough for a low part.
-__device__ __forceinline__ float half_ulp_up(float value) { return value * 1.000244140625f; }
-
-// value = high + low, both TF32. A value that is not finite (or becomes so by rounding) is left to `low` alone, since in
-// the cross products of `high` it would meet zeros.
-__device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
-    const float rounded = __uint_as_float(to_tf32(value) & 0xffffe000u);
-    const float kept = fabsf(rounded) < __uint_as_float(0x7f800000u) ? rounded : 0.0f;
-    high = __float_as_uint(kept);
-    low = __float_as_uint(half_ulp_up(value - kept));
-}
 
 __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
 #if DTYPE == FLOAT16

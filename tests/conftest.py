@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 # Where JAX has a GPU, it would take most of its memory at the first call.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# What is tested is what the planner chooses, not what this machine's user has tuned.
+os.environ["CUCONVT_TUNED"] = "0"
+
 # The default draws the same examples in every run, so that a red build is red again; `explore` looks for new ones:
 #     HYPOTHESIS_PROFILE=explore python -m pytest tests
 _COMMON = {

@@ -21,6 +21,7 @@ class Usage:
     stack_bytes: int
     spilled_bytes: int
     static_shared_bytes: int
+    serialized: int = 0  # wgmmas that wait for each other
 
 
 def log_of(family: str, arch: str, defines: Defines) -> str:
@@ -47,6 +48,7 @@ def parse(log: str, entry: str) -> Usage:
         stack_bytes=max(int(stack) for stack, _, _ in frames),
         spilled_bytes=max(int(stores) + int(loads) for _, stores, loads in frames),
         static_shared_bytes=int(shared[1]) if shared else 0,
+        serialized=log.count("Potential Performance Loss: wgmma"),
     )
 
 

@@ -14,11 +14,17 @@ from cuconvt.plan import Layout, Plan
 
 # Channels of a group, in and out.
 CHANNELS = {
-    "few_channels": ((1, 3, 9), (1, 2, 3, 4, 9)),
-    "gather": ((1, 2, 3, 8, 9), (1, 2, 3, 5, 8, 9, 16, 24, 33, 48)),
-    "phase_gemm": ((3, 9, 24, 64), (3, 8, 16, 24, 33, 48, 64, 96)),
+    "correlate": ((1, 1), (3, 5), (9, 2), (16, 8), (48, 33)),
+    "correlate_few_channels": ((1, 1), (1, 3), (2, 9), (9, 1)),
+    "correlate_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
+    "few_channels": tuple(itertools.product((1, 3, 9), (1, 2, 3, 4, 9))),
+    "gather": tuple(itertools.product((1, 2, 3, 8, 9), (1, 2, 3, 5, 8, 9, 16, 24, 33, 48))),
+    "phase_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
+    "phase_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
+    "weight_gradient": ((1, 1), (3, 5), (9, 2), (16, 8), (48, 33)),
+    "weight_gradient_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
 }
-GROUPS = {"few_channels": (1, 2, 3, 64)}
+GROUPS = {"correlate_few_channels": (1, 2, 64), "few_channels": (1, 2, 3, 64), "weight_gradient": (1, 6)}
 # Kernel, stride and dilation of one axis; all axes of a problem have the same, but for the last ones.
 AXES = ((1, 1, 1), (2, 2, 1), (3, 1, 1), (3, 2, 1), (3, 2, 2), (4, 2, 1), (3, 1, 2), (5, 1, 1), (5, 3, 2), (7, 4, 3))
 UNEQUAL = {
@@ -37,15 +43,23 @@ OF_THE_PROBLEM = (
     "KERNEL_",
     "STRIDE_",
     "DILATION_",
-    "X_CHANNELS",
-    "OUT_CHANNELS",
+    "X_CHANNELS_LAST",
+    "Y_CHANNELS_LAST",
+    "OUT_CHANNELS_LAST",
     "SHARED_BYTES",
+    "TAPS_",
     "SHIFT_W",
     "X_STRIDE_W",
     "OUT_STRIDE_W",
 )
+# Macros that hardly change what registers hold: constants of addresses, trip counts of loops at run time, one 16-bit
+# type for the other (PRECISION tells them from float32). Of plans that differ in these alone, one is compiled.
+ALIKE = {
+    "phase_gemm": ("KERNEL_D", "STRIDE_D", "DILATION_D", "WARPS_", "EARLY", "SHARED_BYTES", "DTYPE"),
+    "phase_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
+}
 # Of float32, where they make another kernel.
-PRECISIONS = {"gather": ("ieee",), "few_channels": ("ieee",)}
+PRECISIONS = dict.fromkeys(("correlate", "few_channels", "gather", "weight_gradient"), ("ieee",))
 
 
 @functools.cache
@@ -55,7 +69,7 @@ def shipped(family: str, arch: int) -> tuple[Plan, ...]:
     for rank, dtype in itertools.product((1, 2, 3), DTYPES):
         axes = [tuple((value,) * rank for value in axis) for axis in AXES]
         for kernel, stride, dilation in (*axes, *UNEQUAL.get(rank, ())):
-            for groups, c_in, c_out in itertools.product(GROUPS.get(family, (1,)), *CHANNELS[family]):
+            for groups, (c_in, c_out) in itertools.product(GROUPS.get(family, (1,)), CHANNELS[family]):
                 x, channels = (1, groups * c_in, *(5,) * rank), groups * c_out
                 geometry = geometry_of(case(x, channels, kernel, stride, groups=groups, dilation=dilation))
                 precisions = PRECISIONS.get(family, ("tf32x3", "tf32")) if dtype == "float32" else (None,)
@@ -74,10 +88,12 @@ def shipped(family: str, arch: int) -> tuple[Plan, ...]:
 
 
 def of_every_tile(family: str, arch: int) -> tuple[Plan, ...]:
-    """Return, for each tile that a planner can choose in each dtype and phases along W, the plan with the most taps."""
+    """Return the plans whose resources are tested: of those that differ in the problem's macros, or for a phase GEMM in
+    those of `ALIKE`, the one with the most taps. Phases along W count as part of the tile."""
     groups = defaultdict(list)
+    alike = ALIKE.get(family, OF_THE_PROBLEM)
     for plan in shipped(family, arch):
-        key = (item for item in plan.defines if item[0] == "STRIDE_W" or not item[0].startswith(OF_THE_PROBLEM))
+        key = (item for item in plan.defines if item[0] == "STRIDE_W" or not item[0].startswith(alike))
         groups[tuple(key)].append(plan)
     return tuple(max(plans, key=_taps) for plans in groups.values())
 

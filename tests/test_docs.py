@@ -17,13 +17,17 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-FUNCTIONS = [cuconvt.conv_transpose1d, cuconvt.conv_transpose2d, cuconvt.conv_transpose3d]
-# Importing the CUDA backend needs CuPy, and __main__ is a script.
-MODULES = [
-    m.name
-    for m in pkgutil.iter_modules(cuconvt.__path__, "cuconvt.")
-    if m.name not in ("cuconvt.cuda", "cuconvt.__main__")
+GRADIENTS = [
+    getattr(cuconvt.grad, f"{function}{rank}d_{name}")
+    for rank in (1, 2, 3)
+    for function, names in (("conv_transpose", ("input", "weight", "bias")), ("conv", ("input", "weight")))
+    for name in names
 ]
+FUNCTIONS = [cuconvt.conv1d, cuconvt.conv2d, cuconvt.conv3d, *GRADIENTS]
+FUNCTIONS += [cuconvt.conv_transpose1d, cuconvt.conv_transpose2d, cuconvt.conv_transpose3d]
+# These need CuPy or PyTorch, and __main__ is a script.
+APART = ("cuconvt.cuda", "cuconvt.cuda_gradients", "cuconvt.torch", "cuconvt.__main__")
+MODULES = [m.name for m in pkgutil.iter_modules(cuconvt.__path__, "cuconvt.") if m.name not in APART]
 
 
 @pytest.mark.parametrize("module", ["cuconvt", *MODULES])
@@ -45,7 +49,18 @@ def test_every_parameter_is_documented(function) -> None:
 
 def test_readme_lists_every_parameter() -> None:
     table = README.partition("## Parameters")[2].partition("###")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(inspect.signature(FUNCTIONS[-1]).parameters)
+    parameters = list(inspect.signature(cuconvt.conv_transpose3d).parameters)
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == parameters
+
+
+def test_readme_shows_the_signatures_of_convolutions_and_gradients() -> None:
+    section = README.partition("## Convolutions and gradients")[2].partition("\n## ")[0]
+    shown = re.findall(r"^    ([\w.]+)\((.*?)\)$", section, re.MULTILINE | re.DOTALL)
+    assert len(shown) == 6
+    for name, parameters in shown:
+        function = getattr(cuconvt.grad, name.removeprefix("grad.")) if "." in name else getattr(cuconvt, name)
+        names = [p.partition("=")[0] for p in re.split(r",\s+", parameters) if p != "*"]
+        assert names == list(inspect.signature(function).parameters), name
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from fixed_cases import FIXED, SPECIAL
 from gpu_tools import delay, plane_of, to_gpu
 from harness import call, check, is_channels_last, to_numpy
 from hypothesis import given, seed, settings
+from special import check_denormals, check_infinities, check_scales
 from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, Specialisation, case, place, problems
 
 import cuconvt
@@ -115,14 +116,16 @@ def test_a_long_sum_of_one_sign(cupy: Any) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special_values_land_where_the_definition_puts_them(cupy: Any, name: str, precision: str | None) -> None:
-    problem = SPECIAL[name]
-    x, weight, bias = problem.arrays(DTYPES["float32"])
-    x.flat[[0, x.size // 3, x.size // 2, -1]] = np.inf, np.nan, -np.inf, np.inf
-    with np.errstate(invalid="ignore"):
-        expected = reference.direct(problem, x, weight, bias)
-    got = to_numpy(call(problem, to_gpu(x), to_gpu(weight), to_gpu(bias), precision=precision))
-    for test in (np.isnan, np.isposinf, np.isneginf):
-        assert np.array_equal(test(got), test(expected)), test.__name__
+    check_infinities(SPECIAL[name], to_gpu, precision)
+
+
+WIDE = ("kb61", "kb77", "unet_k3s2", "gan_3d")  # what tensor cores compute
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+def test_special_values_of_three_products(cupy: Any, checked: Any, name: str) -> None:
+    checked(FIXED[name], to_gpu, "tf32x3")
 
 
 def test_ieee_keeps_denormals(cupy: Any) -> None:
@@ -318,6 +321,21 @@ def test_input_of_more_than_2_to_the_31_elements(cupy: Any, layout: str) -> None
     for channel in (0, 1):
         for position in (0, 1, 550, 1098, 1099):
             assert_plane_close(problem, x, weight, y, position, channel)
+
+
+def test_an_element_at_offset_2_to_the_30(cupy: Any) -> None:
+    """No offset that an array may have stands for an element that is not there."""
+    needs_memory(cupy, 12)
+    problem = case((1, 64, 257, 256, 256), 64, (3, 1, 1), padding=(1, 0, 0))
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal(problem.weight_shape).astype(np.float16)
+    x = cupy.empty((1, *problem.extent, 64), np.float16).transpose(0, 4, 1, 2, 3)
+    small = to_gpu(rng.standard_normal((64, 256, 256)).astype(np.float16))
+    for position in range(problem.extent[0]):
+        x[0, :, position] = cupy.roll(small, 7 * position, axis=2)
+    y = call(problem, x, to_gpu(weight))
+    for position in (255, 256):
+        assert_plane_close(problem, x, weight, y, position, 35)
 
 
 def test_axis_of_more_than_2_to_the_31_elements(cupy: Any) -> None:

@@ -7,19 +7,24 @@ import itertools
 import random
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import host_few_channels
+import host_gradients
 import host_phase_gemm
+import host_phase_wgmma
 import numpy as np
 import pytest
 from described import DEVICES, channels_last, contiguous, geometry_of
+from fixed_cases import FIXED
 from harness import check
 from host.backend import launch, on_host, plan_family
 from host.build import HERE, why_not
 from hypothesis import given, seed, settings
 from shipped import OF_THE_PROBLEM, shipped
+from special import check_denormals, check_infinities, check_scales
 from strategies import DTYPES, LAYOUTS, Problem, Specialisation, case, problems
 from test_plan import struct_fields
 
@@ -45,6 +50,7 @@ class Case:
     device: Device = DEVICES[90]
     index64: bool = False  # 64-bit indices, though the problem is small
     first_w: int | None = None  # the first position q along W, modulo 4; None: any
+    plan: Callable[..., Plan] = plan_family
 
     @property
     def defines(self) -> dict[str, int]:
@@ -101,8 +107,13 @@ CASES = {
     "gather": gather_cases(),
     "few_channels": {name: Case(**fields) for name, fields in host_few_channels.cases().items()},
     "phase_gemm": {name: Case(**fields) for name, fields in host_phase_gemm.cases().items()},
+    "phase_wgmma": {name: Case(**fields) for name, fields in host_phase_wgmma.cases().items()},
 }
 BOXES = {"gather": gather_box, "few_channels": host_few_channels.box, "phase_gemm": host_phase_gemm.box}
+# Macros that the host ignores, and how many slots hold weights that stay.
+OF_THE_DEVICE = ("MIN_BLOCKS", "WORKER_REGISTERS", "STAGER_REGISTERS", "RING")
+TILED = ("D", "H", "W", "C_out", "C_in")
+OWN_LENGTHS = {"phase_gemm": host_phase_gemm, "phase_wgmma": host_phase_wgmma}
 
 
 def of_the_case(this: Case, problem: Problem) -> Problem:
@@ -129,7 +140,12 @@ def plan_for(family: str, this: Case, problem: Problem) -> Plan:
         bias=1,
         out=strides(this.spec.out_layouts, (g.n, g.c_out, *g.out_extent)),
     )
-    return plan_family(family, geometry, this.dtype, layout, this.precision, this.device)
+    return this.plan(family, geometry, this.dtype, layout, this.precision, this.device)
+
+
+def edges(family: str, plan: Plan) -> tuple[int, ...]:
+    """Return what a block owns along D, H, W, C_out, and C_in (at a time)."""
+    return host_phase_wgmma.box(plan) if family == "phase_wgmma" else BOXES[family](dict(plan.defines))
 
 
 def smallest(this: Case, extent: tuple[int, ...] | None = None) -> Problem:
@@ -152,10 +168,13 @@ def smallest(this: Case, extent: tuple[int, ...] | None = None) -> Problem:
 
 
 def one_past_every_edge(family: str, this: Case) -> Problem:
-    """Return the problem whose last tile holds a single position, along every axis."""
+    """Return the problem whose last tile holds a single position, along every axis; or is ragged, if boxes vary."""
     problem = smallest(this)
+    if family == "phase_wgmma":
+        candidates = [smallest(this, extent) for extent in host_phase_wgmma.RAGGED[problem.rank]]
+        return max(candidates, key=lambda candidate: len(ragged_axes(family, this, candidate)))
     axes = range(3 - problem.rank, 3)
-    tile = BOXES[family](dict(plan_for(family, this, problem).defines))
+    tile = edges(family, plan_for(family, this, problem))
     extent = []
     for axis in axes:
         positions_of_one = positions(geometry_of(problem), axis)  # each further input is a further position
@@ -179,9 +198,9 @@ FAMILY_CASES = [pytest.param(family, name, id=f"{family}-{name}") for family, ca
 def test_any_geometry(family: str, name: str) -> None:
     this = CASES[family][name]
     longest, budget = LONGEST[len(this.spec.kernel)], 1.0
-    if family == "phase_gemm":
-        longest, budget = host_phase_gemm.LONGEST[len(this.spec.kernel)], host_phase_gemm.BUDGET
-    with on_host(family, this.device, this.precision, this.defines):
+    if family in OWN_LENGTHS:
+        longest, budget = OWN_LENGTHS[family].LONGEST[len(this.spec.kernel)], OWN_LENGTHS[family].BUDGET
+    with on_host(family, this.device, this.precision, this.defines, plan=this.plan):
 
         @seed(len(name))
         @settings(max_examples=EXAMPLES, derandomize=False, database=None)
@@ -190,7 +209,7 @@ def test_any_geometry(family: str, name: str) -> None:
             check(of_the_case(this, problem), this.dtype, precision=this.precision)
 
         check(one_past_every_edge(family, this), this.dtype, precision=this.precision)
-        if family == "phase_gemm":
+        if family in OWN_LENGTHS:
             check(whole_words(this), this.dtype, precision=this.precision)
         every_problem()
 
@@ -200,19 +219,22 @@ def test_enough_geometries_of_every_family() -> None:
         assert len(cases) * (EXAMPLES + 1) >= 300, family
 
 
+def ragged_axes(family: str, this: Case, problem: Problem) -> set[str]:
+    """Return the axes along which a problem has several tiles, the last one ragged."""
+    geometry = geometry_of(problem)
+    counts = (*(positions(geometry, axis) for axis in range(3)), problem.c_out_per_group, problem.c_in_per_group)
+    tile = edges(family, plan_for(family, this, problem))
+    return {axis for axis, count, edge in zip(TILED, counts, tile, strict=True) if count > edge and count % edge}
+
+
 @pytest.mark.parametrize("family", CASES)
 def test_last_tiles_are_ragged(family: str) -> None:
     tiled, ragged = set(), set()
     for this in CASES[family].values():
         problem = one_past_every_edge(family, this)
-        geometry = geometry_of(problem)
-        counts = (*(positions(geometry, axis) for axis in range(3)), problem.c_out_per_group, problem.c_in_per_group)
-        edges = BOXES[family](dict(plan_for(family, this, problem).defines))
-        for axis, count, edge in zip(("D", "H", "W", "C_out", "C_in"), counts, edges, strict=True):
-            if edge > 1:
-                tiled.add(axis)
-            if count > edge and count % edge:
-                ragged.add(axis)
+        tile = edges(family, plan_for(family, this, problem))
+        tiled |= {axis for axis, edge in zip(TILED, tile, strict=True) if edge > 1}
+        ragged |= ragged_axes(family, this, problem)
     assert ragged == tiled
 
 
@@ -224,7 +246,7 @@ def test_every_value_of_every_macro_is_reached(family: str) -> None:
             reached[name].add(value)
     for plan in shipped(family, 90):
         for name, value in plan.defines:
-            if not name.startswith((*OF_THE_PROBLEM, "MIN_BLOCKS")):  # which the host ignores
+            if not name.startswith((*OF_THE_PROBLEM, *OF_THE_DEVICE)):
                 assert value in reached[name], f"no case of {family} has {name}={value}, as {plan} has"
     assert reached["INDEX64"] == {0, 1}
 
@@ -246,8 +268,20 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
     assert len(reached) == 2 * 3 * 2
 
 
+# Wide enough for several chunks of channels, with borders; of 3xTF32, the families that split their operands.
+SPECIAL_CASES = ("kb77", "dead_phases", "padding_eats_whole_taps", "odd_channels")
+
+
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+@pytest.mark.parametrize("name", SPECIAL_CASES)
+@pytest.mark.parametrize("family", ["phase_gemm", "phase_wgmma"])
+def test_special_values_of_three_products(family: str, name: str, checked: Callable[..., None]) -> None:
+    with on_host(family, DEVICES[90], "tf32x3"):
+        checked(FIXED[name], lambda array: array, "tf32x3")
+
+
 def test_every_family_is_reached() -> None:
-    assert {file.stem for file in kernel_folder().glob("*.cu")} == set(CASES) | set(without_twin())
+    assert {file.stem for file in kernel_folder().glob("*.cu")} == {*CASES, *host_gradients.RARE, *without_twin()}
 
 
 def test_kernels_that_the_host_cannot_run() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 from described import DEVICES
@@ -12,10 +13,13 @@ from fixed_cases import FIXED
 from harness import check
 from host.backend import on_host
 from host.build import HERE, kernel_sources, why_not
+from host_phase_wgmma import plan_with
 from hypothesis import given, settings
 from strategies import Problem, Specialisation, case, problems
 
 from cuconvt import plan
+from cuconvt.plan import Device
+from cuconvt.plan_phase_wgmma import Tile
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -65,12 +69,52 @@ def phase_gemm_fault(before: str, after: str, caught_by: str) -> Fault:
     return Fault(before, after, caught_by, "phase_gemm.cu", run_phase_gemm)
 
 
+# Boxes that one block takes one after the other, of three chunks of channels; weights pass by or stay.
+WGMMA_DEVICE = Device(90, 1, 227 * 1024)
+PASSING = Tile(
+    workers=1,
+    stagers=1,
+    tiles_m=1,
+    tiles_c=2,
+    merge_w=False,
+    k_steps=1,
+    x_stages=2,
+    ring=2,
+    resident=False,
+    take_turns=False,
+    all_phases=False,
+    min_blocks=2,
+)
+STAYING = dataclasses.replace(
+    PASSING, workers=2, stagers=2, ring=9, resident=True, take_turns=True, all_phases=True, min_blocks=1
+)
+DEEP = dataclasses.replace(PASSING, k_steps=2)  # an item of x is read by another thread than has found it
+LINE = case((2, 8, 67), 8, 3)  # fewer positions than rows of a wgmma
+BOXES = case((2, 17, 7, 21), 12, (3, 3), stride=2, padding=1)
+
+
+def run_phase_wgmma(
+    sources: dict[str, str], tile: Tile = PASSING, precision: str = "tf32", problem: Problem = BOXES
+) -> None:
+    with on_host("phase_wgmma", WGMMA_DEVICE, precision, sources=sources, plan=plan_with(tile)):
+        check(problem, "float32", precision=precision)
+
+
+def phase_wgmma_fault(before: str, after: str, caught_by: str, *run_with: Any) -> Fault:
+    def run(sources: dict[str, str]) -> None:
+        run_phase_wgmma(sources, *run_with)
+
+    return Fault(before, after, caught_by, "phase_wgmma.cu", run)
+
+
 SYNC_BEFORE_READING = """                    __syncthreads();
                     accumulate("""
 SYNC_BEFORE_FILLING = """                    __syncthreads();
                     stage_x("""
 UNWRITTEN = "reads shared memory .*, which no thread of the block wrote"
 VALUES = "elements are wrong|wrong values"
+IN_USE = "with no wait for it|with no barrier in between|a bulk copy wrote|arrives at the mbarrier|a GPU may miss it"
+UNFILLED = UNWRITTEN + "|with no barrier in between|before the wait that covers|with no wait for it"
 
 FAULTS = {
     "tap index off by one": Fault("AxisW::back(tap)", "AxisW::back(tap + 1)", VALUES),
@@ -184,6 +228,84 @@ FAULTS = {
     "a tap of a phase GEMM one column late": phase_gemm_fault(
         "(REACH_W - back) * POSITION", "(REACH_W - back + 1) * POSITION", UNWRITTEN
     ),
+    "no wait for x": phase_wgmma_fault("                x_ring.wait_until_full();\n", "", UNFILLED),
+    "no wait for weights": phase_wgmma_fault("                    weight_ring.wait_until_full();\n", "", UNFILLED),
+    "no wait for a free stage": phase_wgmma_fault("                ring.wait_until_free();\n", "", IN_USE),
+    "no wait for a free slot": phase_wgmma_fault("weight_ring.wait_until_free();", "", IN_USE),
+    "a slot that is never free again": phase_wgmma_fault(
+        "if (!RESIDENT && lane == 0", "if (RESIDENT && lane == 0", "not all threads reach a barrier"
+    ),
+    "a slot that is free before its products are complete": phase_wgmma_fault(
+        "if (LAGS) release();\n                    used_slot = weight_ring.place;",
+        "used_slot = weight_ring.place;\n                    if (LAGS) release();",
+        IN_USE,
+    ),
+    "x that is not published": phase_wgmma_fault(
+        "publish_shared_writes();\n                barrier_arrive(", "barrier_arrive(", "did not publish"
+    ),
+    "zeros behind the box that are not published": phase_wgmma_fault(
+        "publish_shared_writes();\n    __syncthreads();", "__syncthreads();", "did not publish", PASSING, "tf32", LINE
+    ),
+    "items of the next box before x is staged": phase_wgmma_fault(
+        "warps_sync(1, STAGERS);  // nobody", "// nobody", "with no barrier in between", DEEP
+    ),
+    "items that are read too early": phase_wgmma_fault(
+        "            warps_sync(1, STAGERS);\n            const Stored* from",
+        "            const Stored* from",
+        UNWRITTEN + "|with no barrier in between",
+        DEEP,
+    ),
+    "a bias that is read too late": phase_wgmma_fault(
+        "warps_sync(barrier, TEAM_THREADS);  // the box before", "// the box before", "with no barrier in between"
+    ),
+    "a slice of sums that is read too early": phase_wgmma_fault(
+        "turn(slice, acc, eight);\n        warps_sync(barrier, TEAM_THREADS);",
+        "turn(slice, acc, eight);",
+        UNWRITTEN + "|with no barrier in between",
+    ),
+    "a wait for products with one group too many": phase_wgmma_fault(
+        "wgmma_wait<1>();\n}", "wgmma_wait<2>();\n}", IN_USE + "|before the wait"
+    ),
+    "no wait for the last products": phase_wgmma_fault("if (LAGS) wgmma_wait<0>();", "", IN_USE + "|before the wait"),
+    "a chain that is added before it is complete": phase_wgmma_fault(
+        "wgmma_wait<1>();\n            collect",
+        "wgmma_wait<2>();\n            collect",
+        VALUES + "|before the wait",
+        PASSING,
+        "tf32x3",
+    ),
+    "a chain that does not start from zero": phase_wgmma_fault(
+        "bool accumulate = false;", "bool accumulate = true;", VALUES + "|NaN|wrote", PASSING, "tf32x3"
+    ),
+    "a row of taps one row late": phase_wgmma_fault(
+        "row_h * AxisH::HOP", "row_h * AxisH::HOP + 1", VALUES + "|" + UNFILLED
+    ),
+    "a phase that is not late": phase_wgmma_fault(
+        "return phase < (int)((unsigned)pad % stride);", "return 0;", VALUES + "|nobody wrote"
+    ),
+    "weights of the next row of taps": phase_wgmma_fault(
+        "row * (long long)SLOT", "(row + 1) * (long long)SLOT", VALUES + "|past an array|belong to no"
+    ),
+    "pieces of weights exchanged": phase_wgmma_fault(
+        "piece % 2 * COLUMNS + at", "(1 - piece % 2) * COLUMNS + at", VALUES
+    ),
+    "one item of a box too few": phase_wgmma_fault(
+        "(in_pairs(p) ? s.w / 2 + 1 : s.w);\n}", "(in_pairs(p) ? s.w / 2 + 1 : s.w) - 1;\n}", UNWRITTEN
+    ),
+    "<= for < at x's edge, wgmma": phase_wgmma_fault(
+        "within(at_w, p.x_extent[2])", "within(at_w, p.x_extent[2] + 1)", VALUES + "|heap-buffer-overflow|belong to no"
+    ),
+    "<= for < at the output's edge, wgmma": phase_wgmma_fault(
+        "within(first_w + t.w, p.out_extent[2])",
+        "within(first_w + t.w, p.out_extent[2] + 1)",
+        "writes byte .* of out|heap-buffer-overflow|belong to no",
+    ),
+    "a target that is not written": phase_wgmma_fault(
+        "if (i + j >= TARGETS ||", "if (i + j >= TARGETS - 1 ||", "nobody wrote byte .* of out"
+    ),
+    "a team with the other one's stages": phase_wgmma_fault(
+        "    x_ring = x_ring.of_team(team);\n", "", UNFILLED + "|not all threads reach|arrives at|" + VALUES, STAYING
+    ),
 }
 
 
@@ -193,13 +315,27 @@ def test_fault_is_caught(name: str) -> None:
     sources = plant(kernel_sources(fault.file), fault.before, fault.after)
     with pytest.raises(AssertionError, match=fault.caught_by) as caught:
         fault.run(sources)
-    if fault.caught_by != VALUES and "nobody" not in fault.caught_by:
+    if VALUES not in fault.caught_by and "nobody" not in fault.caught_by:
         assert f"in kernel {fault.file.removesuffix('.cu')}, block" in str(caught.value)
 
 
-@pytest.mark.parametrize("fault", [FAULTS["tap index off by one"], FAULTS["swapped fragment registers"]])
-def test_without_a_fault_nothing_is_caught(fault: Fault) -> None:
-    fault.run(kernel_sources(fault.file))
+UNPLANTED = (
+    "tap index off by one",
+    "swapped fragment registers",
+    "no wait for x",
+    "a chain that does not start from zero",
+    "a team with the other one's stages",
+)
+
+
+@pytest.mark.parametrize("name", UNPLANTED)
+def test_without_a_fault_nothing_is_caught(name: str) -> None:
+    FAULTS[name].run(kernel_sources(FAULTS[name].file))
+
+
+def test_a_ring_too_short_for_weights_that_stay_is_caught() -> None:
+    with pytest.raises(AssertionError, match="not all threads reach a barrier"):
+        run_phase_wgmma(kernel_sources("phase_wgmma.cu"), dataclasses.replace(STAYING, ring=8))
 
 
 # ---- an index that overflows ---------------------------------------------------------------------------------------

@@ -73,18 +73,19 @@ class Backend:
         return Context()
 
     def load_kernel(self, source: str, entry: str, arch: str, defines: Any) -> Any:
-        def launch(grid: Any, block: Any, arguments: tuple, shared_bytes: int = 0) -> None:
+        def launch(grid: Any, block: Any, arguments: tuple, shared_bytes: int = 0, stream: Any = None) -> None:
             *pointers, problem = arguments
             self.launched.append(
                 SimpleNamespace(
                     kernel=(entry, defines, grid, block, shared_bytes),
-                    problem=problem.tobytes(),
+                    problem=problem.data,
                     arguments=pointers,
                     device=self.current_device,
                 )
             )
 
-        return SimpleNamespace(kernel=launch, max_dynamic_shared_size_bytes=None)
+        launch.allow_shared_bytes = lambda count: None
+        return launch
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from math import gcd, prod
 from typing import Any
@@ -21,11 +22,13 @@ from cuconvt.phases import axis_phases
 from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan
 from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
 from cuconvt.plan_gather import plan_gather
+from cuconvt.plan_phase_wgmma import _batch_as_depth, choose_tile, plan_phase_wgmma
 
 Ints = tuple[int, ...]
 Kind = tuple[str, str | None]
 EXAMPLES = settings().max_examples
 LIMIT = 2**31
+TENSOR_CORES = {86: ("phase_gemm",), 90: ("phase_gemm", "phase_wgmma")}
 
 kinds = st.sampled_from([*DEFAULT.items(), ("float32", "ieee"), ("float32", "tf32")])  # (dtype, precision)
 archs = st.sampled_from(sorted(DEVICES))
@@ -55,17 +58,20 @@ def values(plan: Plan, name: str) -> Ints:
 
 
 def seen_by(plan: Plan, geometry: Geometry) -> Geometry:
-    """Return the geometry with its axes as the kernel has them: few_channels turns those of 1-D and 2-D problems."""
-    return _batch_as_axis(geometry, layout_of(geometry))[0] if plan.kernel == "few_channels" else geometry
+    """Return the geometry with its axes as the kernel has them: some turn those of 1-D and 2-D problems."""
+    turns = {"few_channels": _batch_as_axis, "phase_wgmma": _batch_as_depth}
+    return turns[plan.kernel](geometry, layout_of(geometry))[0] if plan.kernel in turns else geometry
 
 
 def box_of(plan: Plan) -> Ints:
-    """Return the positions q of a block along D, H, W and its output channels, from the macros."""
+    """Return the positions q of a block along D, H, W and its output channels."""
     defines = dict(plan.defines)
     if plan.kernel == "phase_gemm":
         d, h, w = values(plan, "WARPS")
         rows_h, rows_w = (1, defines["ROWS"]) if defines["ROWS_ALONG_W"] else (defines["ROWS"], 1)
         return (d, h * rows_h, w * rows_w * 8, defines["WARPS_C"] * defines["TILES_C"] * 8)
+    if plan.kernel == "phase_wgmma":
+        return (*problem_of(plan)["box"], 8 * defines["TILES_C"])
     d, h, w = values(plan, "THREADS")
     return (d, h, w * defines["POSITIONS_W"], defines["THREADS_C"] * defines["CHANNELS"])
 
@@ -75,6 +81,10 @@ def registers_needed(plan: Plan) -> int:
     if plan.kernel == "gather":
         return 128
     defines = dict(plan.defines)
+    if plan.kernel == "phase_wgmma":  # whose warps exchange registers
+        groups = defines["WORKERS"], defines["STAGER_GROUPS"]
+        every = groups[0] * defines["WORKER_REGISTERS"] + groups[1] * defines["STAGER_REGISTERS"]
+        return -(-every // sum(groups))
     if plan.kernel == "few_channels":
         kernel, stride, dilation = (values(plan, name) for name in ("KERNEL", "STRIDE", "DILATION"))
         planes = (kernel[0] - 1) * dilation[0] // stride[0] + 1
@@ -185,6 +195,9 @@ def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -
     if plan.kernel == "few_channels":
         assert_slides_cover_every_output(plan, seen_by(plan, geometry))
         return
+    if plan.kernel == "phase_wgmma":
+        assert_boxes_cover_every_output(plan, seen_by(plan, geometry), DEVICES[arch])
+        return
     tiles, box = problem_of(plan)["tiles"], box_of(plan)
     for axis in range(3):
         stride, pad = geometry.stride[axis], geometry.pad_before[axis]
@@ -214,6 +227,23 @@ def assert_slides_cover_every_output(plan: Plan, geometry: Geometry) -> None:
     blocks = -(-rows * tiles_w // (plan.block // lanes))
     groups = 1 if lanes > 1 else geometry.groups
     assert plan.grid == stride_h * blocks * runs * tiles_c * groups * geometry.n
+
+
+def assert_boxes_cover_every_output(plan: Plan, geometry: Geometry, device: Device) -> None:
+    fields, defines, box = problem_of(plan), dict(plan.defines), box_of(plan)
+    tiles = fields["tiles"]
+    for axis in range(3):
+        # A box begins where the output does, in each phase.
+        count = -(-geometry.out_extent[axis] // geometry.stride[axis])
+        assert (tiles[axis] - 1) * box[axis] < count <= tiles[axis] * box[axis]
+    assert 0 <= tiles[3] * box[3] - geometry.c_out_per_group < box[3]
+    phases = 1 if defines["ALL_PHASES"] else prod(geometry.stride[:2])
+    (blocks,) = fields["blocks"]
+    assert blocks == prod(tiles) * phases * geometry.groups * geometry.n
+    # One block after the other would not find the weights that it has: each set needs a block.
+    sets = tiles[3] * geometry.groups if defines["RESIDENT"] else 1
+    assert 1 <= plan.grid <= min(blocks, max(sets, device.multiprocessors * defines["MIN_BLOCKS"]))
+    assert plan.grid == blocks or plan.grid % sets == 0
 
 
 def test_a_plan_can_be_printed() -> None:
@@ -342,12 +372,12 @@ def test_a_refused_device_runs_the_general_kernel() -> None:
 
 @pytest.mark.parametrize("kind", [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
 def test_wide_channels_take_the_tensor_cores_and_few_do_not(kind: Kind) -> None:
-    for name in ("kb61", "kb70", "kb77", "gan_3d"):
-        assert plan_of(FIXED[name], *kind).kernel == "phase_gemm", name
+    for arch, name in itertools.product((86, 90), ("kb61", "kb70", "kb77", "gan_3d")):
+        assert plan_of(FIXED[name], *kind, arch).kernel in TENSOR_CORES[arch], name
     for name in ("one_channel_volume", "depthwise", "depthwise_multiplier", "extent_one"):
-        assert plan_of(FIXED[name], *kind).kernel != "phase_gemm", name
+        assert plan_of(FIXED[name], *kind).kernel not in TENSOR_CORES[90], name
     for dtype, precision in (("float64", None), ("float32", "ieee")):
-        assert plan_of(FIXED["kb61"], dtype, precision).kernel != "phase_gemm"
+        assert plan_of(FIXED["kb61"], dtype, precision).kernel not in TENSOR_CORES[90]
 
 
 @given(problem=problems(), kind=kinds, arch=archs, last=st.booleans(), scale=st.sampled_from((1, 2, 37)))
@@ -397,6 +427,86 @@ def test_packed_weights_hold_every_tap_and_channel(problem: Problem, kind: Kind,
     parts = 2 if kind[1] == "tf32x3" else 1
     assert plan.packed_words * a_word == (geometry.groups * prod(geometry.kernel) * channels_in * channels_out * parts)
     assert plan.packed_words % plan.packed_a_thread == 0
+
+
+# ---- Hopper's tensor cores ---------------------------------------------------------------------------------------
+
+
+def wgmma_or_refusal(
+    problem: Problem,
+    dtype: str = "float16",
+    precision: str | None = None,
+    device: Device = DEVICES[90],
+    last: bool = False,
+) -> Plan | Refusal:
+    geometry = geometry_of(problem)
+    return plan_phase_wgmma(geometry, dtype, layout_of(geometry, last), precision or DEFAULT[dtype], device)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in DEVICES if arch != 90])
+def test_wgmma_is_for_hopper_alone(arch: int) -> None:
+    reason = f"needs compute capability 9.0, the device has {arch / 10}"
+    assert wgmma_or_refusal(FIXED["kb61"], device=DEVICES[arch]) == Refusal("phase_wgmma", reason)
+
+
+@pytest.mark.parametrize(
+    ("problem", "dtype", "precision", "reason"),
+    [
+        (FIXED["kb61"], "float64", None, "computes in float16, bfloat16 and TF32, not in float64"),
+        (FIXED["kb61"], "float32", "ieee", "computes in float16, bfloat16 and TF32, not in ieee"),
+        (case((1, 8, 9), 8, 33), "float16", None, "unrolls at most 32 taps along W, got 33"),
+        (case((1, 8, 9), 8, 3, 9), "float16", None, "holds at most 8 phases along W, got stride 9"),
+        (
+            case((1, 8, 9, 9), 8, 3, dilation=(4000, 1)),
+            "float32",
+            "tf32",
+            f"no box with its halo fits into {DEVICES[90].shared_bytes} bytes of shared memory",
+        ),
+        (
+            case((1, 8, 1, 1, 1), 8, (3, 1, 1), dilation=(2**30, 1, 1)),
+            "float16",
+            None,
+            "stride and dilation * kernel must stay below 2**31 on every axis",
+        ),
+    ],
+)
+def test_refusals_of_phase_wgmma(problem: Problem, dtype: str, precision: str | None, reason: str) -> None:
+    assert wgmma_or_refusal(problem, dtype, precision) == Refusal("phase_wgmma", reason)
+
+
+def test_boxes_beyond_31_bits_are_refused() -> None:
+    found = wgmma_or_refusal(case((2**20, 8, 2**13, 2**13, 1), 8, 1))
+    assert isinstance(found, Refusal)
+    assert found.reason.startswith("counts boxes in 31 bits, got ")
+
+
+@settings(max_examples=max(EXAMPLES // 3, 1))
+@given(problem=problems(), kind=kinds, last=st.booleans(), multiprocessors=st.sampled_from((1, 78, 132)))
+def test_a_plan_of_phase_wgmma(problem: Problem, kind: Kind, last: bool, multiprocessors: int) -> None:
+    device = dataclasses.replace(DEVICES[90], multiprocessors=multiprocessors)
+    plan = wgmma_or_refusal(problem, *kind, device, last)
+    choose_tile.cache_clear()
+    assert wgmma_or_refusal(problem, *kind, device, last) == plan
+    if isinstance(plan, Refusal):
+        return
+    defines = dict(plan.defines)
+    blocks = defines["MIN_BLOCKS"]
+    assert (plan.shared_bytes + 1024) * blocks <= DEVICES[90].shared_bytes + 1024
+    assert registers_needed(plan) * plan.block * blocks <= 65536
+    assert_boxes_cover_every_output(plan, seen_by(plan, geometry_of(problem)), device)
+
+
+@given(problem=problems(), kind=kinds, last=st.booleans(), n=st.sampled_from((1, 2, 37)), more=st.integers(1, 40))
+def test_wgmma_is_compiled_for_neither_batch_nor_extents(
+    problem: Problem, kind: Kind, last: bool, n: int, more: int
+) -> None:
+    changed = dataclasses.replace(problem, n=n, extent=tuple(2 * extent + more for extent in problem.extent))
+    plan, other = (wgmma_or_refusal(p, *kind, DEVICES[90], last) for p in (problem, changed))
+    if isinstance(plan, Refusal):
+        assert other == plan
+        return
+    assert isinstance(other, Plan)
+    assert {**dict(other.defines), "INDEX64": 0} == dict(plan.defines)
 
 
 # ---- 32 and 64 bits ----------------------------------------------------------------------------------------------

@@ -1,0 +1,553 @@
+"""Plans of the kernel for Hopper's tensor cores, ``kernels/phase_wgmma.cu``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp, gcd, log, prod
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import (
+    AXES,
+    DTYPE_CODES,
+    Device,
+    Layout,
+    Plan,
+    Refusal,
+    all_positions,
+    at_residue,
+    magic,
+    needs_64_bits,
+    problem_parameters,
+    round_up,
+)
+from cuconvt.plan_phase_gemm import MAX_STRIDE_W, MAX_UNROLLED_TAPS, PRECISION_CODES, _out_vector, _x_vector
+
+Ints = tuple[int, ...]
+
+ROWS = 64  # of a wgmma
+MAX_COLUMNS = 192
+MAX_BLOCKS = 2**30
+MAX_POSITIONS = 2**14 - 1  # of a plane: its distance has 14 bits in a wgmma's descriptor
+MAX_OUTPUTS = 2**15 - 1 - 2**10  # of a box, along an axis: counted in 16 bits
+# Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor.
+REGISTERS = {
+    (1, 1, 2): (200, 56),
+    (2, 2, 1): (200, 56),
+    (1, 1, 3): (112, 48),
+}
+
+MAX_UNROLLED = 450  # wgmmas of a chunk, where a block owns all phases: more take seconds to compile
+MAX_UNROLLED_STORES = 128  # for a thread's two rows, where channels-last results are stored
+RESIDENT_BYTES = 128 * 1024  # of weights that stay in shared memory
+
+# Rates of an H200's multiprocessor, per clock, that the cost estimate uses.
+SHARED_BYTES_A_CLOCK = 128
+L2_BYTES_A_CLOCK = 40
+MEMORY_BYTES_A_CLOCK = 18
+INSTRUCTIONS_A_CLOCK = 2
+OVERLAP = 0.15  # what of the less busy units' time adds to the busiest one's
+BOX_CLOCKS, CHUNK_CLOCKS = 1500, 1000  # in which a block waits: for a box, and for a chunk of channels
+TYPICAL_EXTENTS = {1: (256, 4100), 2: (16, 65, 128), 3: (8, 33, 48, 66)}  # of an axis, by rank
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The compile-time shape of a block; the fields are the macros of the kernel."""
+
+    workers: int  # warpgroups
+    stagers: int
+    tiles_m: int
+    tiles_c: int
+    merge_w: bool
+    k_steps: int
+    x_stages: int
+    ring: int
+    resident: bool
+    take_turns: bool
+    all_phases: bool
+    min_blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Positions of a box, those of no use included."""
+        return ROWS * self.tiles_m * self.team
+
+    @property
+    def team(self) -> int:
+        """Workers that share a box."""
+        return 1 if self.take_turns else self.workers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.workers + self.stagers)
+
+
+@dataclass(frozen=True)
+class Box:
+    """The run-time shape of a block: positions q along D, H, W, and how rows of A map to them."""
+
+    extent: tuple[int, int, int]
+    patches: tuple[int, int]  # of 8 x 8 positions along H and W; zeros where 64 positions follow each other
+    plane: int  # positions that are staged, or read without being of use
+    items: int  # what stagers count: positions, or pairs of them in a row
+
+
+def plan_phase_wgmma(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
+) -> Plan | Refusal:
+    """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve."""
+    if reason := _refuse(geometry, dtype, precision, device):
+        return Refusal("phase_wgmma", reason)
+    geometry, layout = _batch_as_depth(geometry, layout)
+    work = Work(geometry, dtype, precision, layout)
+    if tile is not None:
+        cost = work.without_pairs().typical_cost(tile, device)
+        return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
+    choice = choose_tile(work.without_pairs().shape, device)
+    if choice is None:
+        return Refusal("phase_wgmma", f"no box with its halo fits into {device.shared_bytes} bytes of shared memory")
+    tile, cost = choice
+    return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
+
+
+def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
+    """Yield a plan for every tile that fits, among them the one that is proposed."""
+    if _refuse(geometry, dtype, precision, device):
+        return
+    geometry, layout = _batch_as_depth(geometry, layout)
+    work = Work(geometry, dtype, precision, layout)
+    for tile in tiles(work):
+        cost = work.without_pairs().typical_cost(tile, device)
+        plan = plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
+        if cost is not None and isinstance(plan, Plan):
+            yield plan
+
+
+def plan_tile(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile, cost: float = 0.0
+) -> Plan | Refusal:
+    """Plan a problem with a given tile."""
+    work = Work(geometry, dtype, precision, layout)
+    extents = tuple(-(-o // s) for o, s in zip(geometry.out_extent, geometry.stride, strict=True))
+    box = work.best_box(tile, extents, device)
+    if box is None:
+        return Refusal("phase_wgmma", "the box of this tile does not fit into shared memory")
+    tiles = tuple(-(-q // b) for q, b in zip(extents, box.extent, strict=True))
+    tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
+    phases = 1 if tile.all_phases else geometry.stride[0] * geometry.stride[1]
+    blocks = prod(tiles) * phases * tiles_c * geometry.groups * geometry.n
+    if blocks > MAX_BLOCKS:
+        return Refusal("phase_wgmma", f"counts boxes in 31 bits, got {blocks}")
+    index64 = needs_64_bits(geometry, layout, box.extent)
+    per_axis = {"KERNEL": geometry.kernel, "STRIDE": geometry.stride, "DILATION": geometry.dilation}
+    worker_registers, stager_registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
+    defines = (
+        ("DTYPE", DTYPE_CODES[dtype]),
+        ("PRECISION", PRECISION_CODES[precision]),
+        *(
+            (f"{name}_{axis}", value)
+            for name, values in per_axis.items()
+            for axis, value in zip(AXES, values, strict=True)
+        ),
+        ("WORKERS", tile.workers),
+        ("STAGER_GROUPS", tile.stagers),
+        ("TILES_M", tile.tiles_m),
+        ("TILES_C", tile.tiles_c),
+        ("MERGE_W", int(tile.merge_w)),
+        ("K_STEPS", tile.k_steps),
+        ("X_STAGES", tile.x_stages),
+        ("RING", tile.ring),
+        ("RESIDENT", int(tile.resident)),
+        ("TAKE_TURNS", int(tile.take_turns)),
+        ("ALL_PHASES", int(tile.all_phases)),
+        ("X_CHANNELS_LAST", int(layout.x_channels_last)),
+        ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
+        ("OUT_VECTOR", int(layout.out_channels_last and _out_vector(geometry, layout, work.shape.itemsize))),
+        ("INDEX64", int(index64)),
+        ("MIN_BLOCKS", tile.min_blocks),
+        ("WORKER_REGISTERS", worker_registers),
+        ("STAGER_REGISTERS", stager_registers),
+    )
+    chunks = -(-geometry.c_in_per_group // work.chunk(tile))
+    slots = geometry.groups * tiles_c * chunks * geometry.kernel[0] * geometry.kernel[1]
+    return Plan(
+        kernel="phase_wgmma",
+        defines=defines,
+        grid=_grid(
+            blocks, device.multiprocessors * tile.min_blocks, phases, geometry.groups * tiles_c if tile.resident else 1
+        ),
+        block=tile.threads,
+        shared_bytes=work.shared_bytes(tile, box, index64),
+        problem=problem_parameters(
+            geometry,
+            layout,
+            (*tiles, tiles_c),
+            _x_vector(geometry, layout, work.shape.itemsize),
+            False,
+            work.box_parameters(tile, box, blocks),
+        ),
+        cost=cost * all_positions(geometry),
+        packed_words=slots * work.slot_bytes(tile) // 4,
+        packed_a_thread=4 * work.parts,
+        tile=tile,
+    )
+
+
+def _grid(blocks: int, resident: int, phases: int, weights: int) -> int:
+    """Return how many blocks to launch, each of which takes one box after the other.
+
+    Each should meet all phases in turn, since they differ in work, but always the same weights if they stay.
+    """
+    if blocks <= resident:
+        return blocks
+    if weights > 1:
+        return resident // weights * weights or weights
+    return next(grid for grid in range(resident, 0, -1) if gcd(grid, phases) == 1)
+
+
+def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
+    if device.compute_capability != 90:
+        return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
+    if dtype == "float64" or precision == "ieee":
+        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
+        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    if geometry.kernel[2] > MAX_UNROLLED_TAPS:
+        return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
+    if geometry.stride[2] > MAX_STRIDE_W:
+        return f"holds at most {MAX_STRIDE_W} phases along W, got stride {geometry.stride[2]}"
+    return None
+
+
+def _batch_as_depth(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
+    """Make the batch of a problem of one or two axes its D axis, so that a box may hold several small images."""
+    g = geometry
+    flat = (g.kernel[0], g.stride[0], g.dilation[0], g.pad_before[0], g.x_extent[0], g.out_extent[0])
+    if flat != (1, 1, 1, 0, 1, 1):
+        return geometry, layout
+    geometry = dataclasses.replace(
+        g, n=1, x_extent=(g.n, *g.x_extent[1:]), out_extent=(g.n, *g.out_extent[1:]), batched=True
+    )
+    x, out = layout.x, layout.out
+    layout = dataclasses.replace(layout, x=(0, x[1], x[0], *x[3:]), out=(0, out[1], out[0], *out[3:]))
+    return geometry, layout
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a tile's choice depends on: everything but N and extents."""
+
+    rank: int
+    kernel: Ints
+    stride: Ints
+    dilation: Ints
+    c_in: int  # per group
+    c_out: int
+    itemsize: int
+    products: int
+    x_channels_last: bool
+    out_channels_last: bool
+    pairs: bool  # whether x is read two positions at a time
+    late: Ints  # whether the first outputs of some phase belong to a position one further than those of another
+
+
+class Work:
+    """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
+
+    def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout):
+        g = geometry
+        self.shape = Shape(
+            g.rank,
+            g.kernel,
+            g.stride,
+            g.dilation,
+            g.c_in_per_group,
+            g.c_out_per_group,
+            4 if dtype == "float32" else 2,
+            3 if precision == "tf32x3" else 1,
+            layout.x_channels_last,
+            layout.out_channels_last,
+            dtype != "float32" and not layout.x_channels_last and _x_vector(g, layout, 2),
+            tuple(int(p % st != 0) for p, st in zip(g.pad_before, g.stride, strict=True)),
+        )
+        self._derive()
+
+    @classmethod
+    def of(cls, shape: Shape) -> Work:
+        work = cls.__new__(cls)
+        work.shape = shape
+        work._derive()
+        return work
+
+    def _derive(self) -> None:
+        s = self.shape
+        gcds = [gcd(stride, dilation) for stride, dilation in zip(s.stride, s.dilation, strict=True)]
+        self.steps = [stride // g for stride, g in zip(s.stride, gcds, strict=True)]
+        hops = [dilation // g for dilation, g in zip(s.dilation, gcds, strict=True)]
+        taps = [-(-k // step) for k, step in zip(s.kernel, self.steps, strict=True)]  # of a phase, at most
+        of_all = [
+            (k - 1) * d // st + late for k, d, st, late in zip(s.kernel, s.dilation, s.stride, s.late, strict=True)
+        ]
+        self.reach_of_all = tuple(of_all)
+        self.reach_of_one = ((taps[0] - 1) * hops[0], (taps[1] - 1) * hops[1], of_all[2])
+        self.live = [min(k, step) for k, step in zip(s.kernel, self.steps, strict=True)]  # phases that have a tap
+        self.parts = 2 if s.products == 3 else 1
+
+    def without_pairs(self) -> Work:
+        """Return the same with x read one position at a time: pairs depend on extents, which a choice must not."""
+        return Work.of(dataclasses.replace(self.shape, pairs=False))
+
+    def reach(self, tile: Tile) -> Ints:
+        """Return how much wider the staged box is than the box of positions."""
+        return self.reach_of_all if tile.all_phases else self.reach_of_one
+
+    def sums(self, tile: Tile) -> int:
+        """Return the phases or taps whose sums a block holds."""
+        along_w = self.shape.kernel[2] if tile.merge_w else self.live[2]
+        return along_w * (self.live[0] * self.live[1] if tile.all_phases else 1)
+
+    def rows(self, tile: Tile) -> float:
+        """Return the taps along D and H that a block multiplies, on average."""
+        s = self.shape
+        return s.kernel[0] * s.kernel[1] / (1 if tile.all_phases else s.stride[0] * s.stride[1])
+
+    def unrolled(self, tile: Tile) -> int:
+        """Return the wgmmas of a chunk, for all taps."""
+        s = self.shape
+        taps = s.kernel[0] * s.kernel[1] * (1 if tile.merge_w else s.kernel[2])
+        return taps * tile.tiles_m * tile.k_steps * s.products
+
+    def outputs(self, tile: Tile) -> int:
+        """Return the outputs of a position that a block stores, of one channel."""
+        s = self.shape
+        return s.stride[2] * (s.stride[0] * s.stride[1] if tile.all_phases else 1)
+
+    def columns(self, tile: Tile) -> int:
+        """Columns of a wgmma."""
+        return 8 * tile.tiles_c * (self.shape.kernel[2] if tile.merge_w else 1)
+
+    def chunk(self, tile: Tile) -> int:
+        """Input channels staged at a time."""
+        return 2 * tile.k_steps * (16 // self.shape.itemsize)
+
+    def accumulators(self, tile: Tile) -> int:
+        """Registers of a worker that hold sums."""
+        chains = self.columns(tile) if self.shape.products == 3 else 0
+        return self.sums(tile) * tile.tiles_m * 4 * tile.tiles_c + chains
+
+    def other_registers(self, tile: Tile) -> int:
+        """Estimate how many registers a worker needs besides."""
+        count = 54 + (12 * tile.k_steps if tile.all_phases else 0)  # unrolled rows keep many descriptors
+        if self.shape.products == 3:
+            count += 60 if tile.all_phases else 0 if tile.merge_w else 22
+        if self.shape.out_channels_last:
+            count += 7 + 6 * tile.tiles_m + 2 * self.outputs(tile)  # where rows of all tiles and phases go
+        return count
+
+    def slot_bytes(self, tile: Tile) -> int:
+        """Weights of the taps along W, for one tap along D and H and a chunk."""
+        taps = 1 if tile.merge_w else self.shape.kernel[2]
+        return taps * tile.k_steps * self.parts * 2 * self.columns(tile) * 16
+
+    def shared_bytes(self, tile: Tile, box: Box, index64: bool) -> int:
+        teams = tile.workers // tile.team
+        barriers = round_up(8 * 2 * (teams * tile.x_stages + tile.ring), 128)
+        staged = teams * tile.x_stages * self.parts * tile.k_steps * 2 * box.plane * 16
+        turned, targets = 4 * 8 * tile.tiles_c, 0
+        if not self.shape.out_channels_last:
+            sums = self.sums(tile)
+            zero = sums * (tile.rows if sums == 1 else at_residue(tile.rows, 16, 32))
+            slices = 1 if tile.tiles_c == 1 else 2
+            turned += slices * 8 * 4 * at_residue(zero + 1, 4, 32)
+            targets = round_up(tile.rows * self.outputs(tile), 128 * tile.team) * (24 if index64 else 20)
+        turned *= teams
+        items = box.items * (16 if index64 else 8)
+        return barriers + tile.ring * self.slot_bytes(tile) + staged + turned + round_up(targets, 8) + items
+
+    def fits(self, tile: Tile, box: Box, device: Device) -> bool:
+        """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
+        room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
+        far = max(e * st for e, st in zip(box.extent, self.shape.stride, strict=True))
+        return box.plane <= MAX_POSITIONS and far <= MAX_OUTPUTS and self.shared_bytes(tile, box, True) <= room
+
+    def boxes(self, tile: Tile, extents: Ints) -> Iterator[Box]:
+        """Yield boxes that suit a tile, for so many positions along D, H, W."""
+        _, reach_h, reach_w = self.reach(tile)
+        extra = reach_w if tile.merge_w else 0
+        for w in _widths(extents[2], tile.rows - extra):
+            pitch = w + reach_w
+            for d in _few(extents[0]):
+                most = ((tile.rows - w - extra) // pitch + 1 - (d - 1) * reach_h) // d
+                if most < 1:
+                    break
+                h = _even(extents[1], most)
+                rows = ((d - 1) * (h + reach_h) + h - 1) * pitch + w + extra
+                yield self._box(tile, (d, h, w), (0, 0), round_up(rows, ROWS) - 1 - extra)
+        if tile.merge_w:
+            return
+        count = tile.rows // ROWS
+        for across in range(1, min(count, -(-extents[2] // 8)) + 1):
+            for down in range(1, min(count // across, -(-extents[1] // 8)) + 1):
+                d = _even(extents[0], count // (across * down))
+                h, w = 8 * down, 8 * across
+                pitch = w + reach_w
+                last = ((d - 1) * (h + reach_h) + h - 1) * pitch + w - 1
+                yield self._box(tile, (d, h, w), (down, across), last)
+
+    def _box(self, tile: Tile, extent: tuple[int, int, int], patches: tuple[int, int], last_row: int) -> Box:
+        """Add the number of positions: all of the box with its halo, and up to what the last row's last tap reads."""
+        reach = self.reach(tile)
+        d, h, w = (e + r for e, r in zip(extent, self.reach(tile), strict=True))
+        reads = last_row + (reach[0] * h + reach[1]) * w + reach[2] + 1
+        # Neighbouring pieces of a position lie in different banks.
+        units = 2 * tile.k_steps
+        plane = at_residue(max(d * h * w, reads), 8 // min(8, units) % 8, 8)
+        return Box(extent, patches, plane, d * h * (w // 2 + 1 if self.shape.pairs else w))
+
+    def best_box(self, tile: Tile, extents: Ints, device: Device) -> Box | None:
+        """Return the box with the least time for so many positions."""
+        fitting = (box for box in self.boxes(tile, extents) if self.fits(tile, box, device))
+        return min(fitting, key=lambda box: self.clocks(tile, box) * _count(extents, box.extent), default=None)
+
+    def box_parameters(self, tile: Tile, box: Box, blocks: int) -> Ints:
+        """Return the part of ``struct Problem`` that describes a box."""
+        _, h, w = box.extent
+        reach, stride = self.reach(tile), self.shape.stride
+        width, lines = w + reach[2], h * stride[1] if tile.all_phases else h
+        # In the order in which the kernel divides: items by rows, rows by slices; then what it stores.
+        divisors = (width // 2 + 1 if self.shape.pairs else width, h + reach[1], w * stride[2], lines)
+        if self.shape.out_channels_last:
+            divisors = (*divisors[:2], width, 1)
+        return (*box.extent, box.plane, *box.patches, blocks, *(magic(divisor) for divisor in divisors))
+
+    def cost(self, tile: Tile, box: Box) -> float:
+        """Return the clocks of a box of positions, with all phases and all channels of a group."""
+        s = self.shape
+        phases = 1 if tile.all_phases else s.stride[0] * s.stride[1]
+        return self.clocks(tile, box) * phases * -(-s.c_out // (8 * tile.tiles_c))
+
+    def typical_cost(self, tile: Tile, device: Device) -> float | None:
+        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""
+        rank, logarithms = self.shape.rank, 0.0
+        for typical in TYPICAL_EXTENTS[rank]:
+            extents = tuple(typical if axis >= 3 - rank else 64 for axis in range(3))
+            box = self.best_box(tile, extents, device)
+            if box is None:
+                return None
+            logarithms += log(self.cost(tile, box) * _count(extents, box.extent) / prod(extents))
+        return exp(logarithms / len(TYPICAL_EXTENTS[rank]))
+
+    def least_cost(self, tile: Tile) -> float:
+        """Return a lower bound of a position's clocks: a box that fills the tile, in one row and without a halo."""
+        return self.cost(tile, Box((1, 1, tile.rows), (0, 0), tile.rows, tile.rows)) / tile.rows
+
+    def clocks(self, tile: Tile, box: Box) -> float:
+        """Estimate a multiprocessor's clocks for one box, averaged over the phases along D and H."""
+        s = self.shape
+        chunks = -(-s.c_in // self.chunk(tile))
+        rows, columns = self.rows(tile), self.columns(tile)
+        taps = 1 if tile.merge_w else s.kernel[2]
+        products = chunks * rows * tile.tiles_m * tile.team * taps * tile.k_steps * s.products
+        staged = chunks * box.plane * tile.k_steps * 32  # bytes of x, as it comes
+        weights = 0 if tile.resident else chunks * rows * self.slot_bytes(tile)
+        outputs = prod(box.extent) * self.outputs(tile) * min(8 * tile.tiles_c, s.c_out)
+        # Rows end within a 128-byte line; 16 bits of a position fill half of one.
+        width = box.extent[2] + self.reach(tile)[2]
+        loads = staged / s.itemsize / 32 * (1 + 32 / width) * (0.5 + 0.5 * s.itemsize / 4 if s.pairs else 1)
+        if s.x_channels_last:
+            loads = staged / 128
+        stores = outputs / 32 * (1 + 32 / (box.extent[2] * s.stride[2]))
+        if s.out_channels_last:
+            stores = outputs / 32 * (1 if s.itemsize == 4 else 0.75)
+        turned = 0 if s.out_channels_last else tile.rows * self.sums(tile) * 8 * tile.tiles_c / 32
+        if not s.out_channels_last:
+            turned += outputs / 32 * (max(1, s.kernel[2] / s.stride[2]) if tile.merge_w else 1)
+        # A wgmma reads A and B from shared memory, which also serves every other access of the block.
+        shared = products * (16 + columns / 4) + (staged * self.parts + weights) / SHARED_BYTES_A_CLOCK
+        shared += loads + stores + turned
+        tensor = products * columns / 2
+        l2 = (staged + weights) / L2_BYTES_A_CLOCK
+        memory = outputs * s.itemsize / MEMORY_BYTES_A_CLOCK
+        issue = (staged / s.itemsize * (1.5 if s.x_channels_last else 5) + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
+        busiest = max(shared, tensor, l2, memory, issue)
+        others = shared + tensor + l2 + memory + issue - busiest
+        waits = chunks * CHUNK_CLOCKS * (1 if tile.x_stages == 2 else 0.85) + BOX_CLOCKS
+        return busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
+
+
+def _few(extent: int) -> list[int]:
+    """Return some ways to cut an axis: box extents that leave little of the last box empty."""
+    return sorted({_even(extent, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)})
+
+
+def _widths(extent: int, most: int) -> list[int]:
+    """Return box extents along W, the widest first: rows should be long, but many rows make a compact box."""
+    widths = [_even(extent, min(most, width)) for width in (extent, 128, 96, 64, 48, 33, 24, 16, 12, 8)]
+    return list(dict.fromkeys(width for width in widths if width > 0))
+
+
+def _even(extent: int, most: int) -> int:
+    """Return the least box extent that cuts an axis into no more boxes than `most` does."""
+    if most < 1:
+        return 0
+    return -(-extent // -(-extent // min(most, extent)))
+
+
+def _count(extents: Ints, box: Ints) -> int:
+    return prod(-(-q // b) for q, b in zip(extents, box, strict=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
+    """Return the best tile for typical extents, with its clocks a position (all phases, all channels of a group)."""
+    work = Work.of(shape)
+    best: tuple[Tile, float] | None = None
+    for bound, tile in sorted(((work.least_cost(tile), tile) for tile in tiles(work)), key=lambda pair: pair[0]):
+        if best is not None and bound >= best[1]:
+            break
+        cost = work.typical_cost(tile, device)
+        if cost is not None and (best is None or cost < best[1]):
+            best = tile, cost
+    return best
+
+
+def tiles(work: Work) -> Iterator[Tile]:
+    """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
+    shape = work.shape
+    several = shape.stride[0] * shape.stride[1] > 1
+    eights = -(-shape.c_out // 8)
+    tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
+    for (workers, stagers, blocks), all_phases, merge_w, tiles_c, tiles_m, k_steps, deep in itertools.product(
+        REGISTERS, (False, True), (False, True), tiles_of_channels, (1, 2, 3, 4, 6, 8), (1, 2), (False, True)
+    ):
+        tile = Tile(
+            workers, stagers, tiles_m, tiles_c, merge_w, k_steps, 4 if deep else 2, 3, False, False, all_phases, blocks
+        )
+        if all_phases and (not several or work.unrolled(tile) > MAX_UNROLLED):
+            continue
+        # These spill, however few the accumulators.
+        if all_phases and (tiles_c > 1 if shape.products == 3 else k_steps > 1 and shape.out_channels_last):
+            continue
+        if shape.out_channels_last and tiles_m * tiles_c * work.outputs(tile) > MAX_UNROLLED_STORES:
+            continue
+        if merge_w and (shape.kernel[2] == 1 or shape.out_channels_last or tiles_m == 3):  # 192 rows: measured slow
+            continue
+        if deep and blocks > 1:
+            continue
+        if k_steps > 1 and work.chunk(tile) >= 2 * shape.c_in:
+            continue
+        if work.columns(tile) > MAX_COLUMNS:
+            continue
+        if work.accumulators(tile) + work.other_registers(tile) > REGISTERS[workers, stagers, blocks][0]:
+            continue
+        if all_phases or not several:
+            slots = -(-shape.c_in // work.chunk(tile)) * shape.kernel[0] * shape.kernel[1]
+            if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
+                tile = dataclasses.replace(tile, ring=slots, resident=True)
+                if workers > 1:
+                    yield dataclasses.replace(tile, take_turns=True)
+        yield tile

@@ -1,0 +1,236 @@
+"""Plans of the SIMT kernel for weight gradients, ``kernels/weight_gradient.cu``, and the choice among all kernels.
+
+The `Layout` of a weight gradient has x and y, both read, as `x` and `out`, and the gradient, which is written, as
+`weight`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, prod
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import (
+    AXES,
+    DTYPE_CODES,
+    MAX_GRID,
+    Device,
+    Ints,
+    Layout,
+    Plan,
+    Refusal,
+    cheapest,
+    problem_parameters,
+    round_up,
+)
+from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
+
+THREADS = 128
+MAX_WORKSPACE_BYTES = 256 * 2**20
+MAX_TAPS = 16  # of a tile along one axis
+WAVES = 4  # of blocks, at most
+LEAST_BOXES = 2  # that a block walks over, for a part costs its share of the second pass
+BOXES_AROUND = 2  # what a block takes before and after its boxes, in boxes
+SUM_VALUES = 32  # that a block of the second pass adds up, and the threads for each: kernels/partial_sums.cuh
+SUM_SLICES = 8
+
+LANES = 64  # of a multiprocessor's 128, what this kernel keeps busy (half of it in float64)
+INSTRUCTIONS_A_STAGED_ELEMENT = 15
+INSTRUCTIONS_A_RUN = 12  # its addresses
+INSTRUCTIONS_A_BOX = 150  # of each thread
+THREADS_A_MULTIPROCESSOR = 384  # at most 168 registers a thread, so that accumulators stay in registers
+RESERVED_BYTES = 1024  # shared memory that the hardware keeps for itself, a block
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The compile-time shape of a block; the fields are the macros of the kernel."""
+
+    taps: tuple[int, int, int]  # along D (of one phase), H and W
+    channels: tuple[int, int]  # of x and y, that a thread owns
+    threads: tuple[int, int, int, int]  # along the channels of x and y, the groups and the positions
+    box: tuple[int, int]  # positions along H and W
+    positions: int
+
+    @property
+    def channels_in(self) -> int:
+        """Channels of x of a group, likewise of y below."""
+        return self.channels[0] * self.threads[0]
+
+    @property
+    def channels_out(self) -> int:
+        return self.channels[1] * self.threads[1]
+
+    @property
+    def values(self) -> int:
+        """Weights of a block."""
+        return prod(self.channels) * prod(self.taps) * prod(self.threads[:3])
+
+
+@functools.lru_cache(maxsize=4096)
+def make_weight_gradient_plan(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+) -> Plan:
+    """Choose the kernel of a weight gradient.
+
+    Raises
+    ------
+    ValueError
+        If no kernel can launch the problem.
+    """
+    from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
+
+    families = (plan_weight_gradient_gemm, plan_weight_gradient)
+    return cheapest(geometry, dtype, precision, [f(geometry, dtype, layout, precision, device) for f in families])
+
+
+def plan_weight_gradient(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+) -> Plan | Refusal:
+    """Propose the cheapest tile. The kernel computes in float32 (float64 for float64), which serves every precision."""
+    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
+        return Refusal("weight_gradient", "stride and dilation * kernel must stay below 2**31 on every axis")
+    g = geometry
+    tile = min(_tiles(g, dtype, layout, device), key=lambda t: _cost_a_position(g, t), default=None)
+    if tile is None:
+        return Refusal("weight_gradient", f"no tile fits into {device.shared_bytes} bytes of shared memory")
+    planes = g.x_extent[0] + (tile.taps[0] - 1) * _phases_d(g)[2]  # of the first tap along D; later taps are behind
+    boxes = (planes, -(-g.x_extent[1] // tile.box[0]), -(-g.x_extent[2] // tile.box[1]))
+    tiles = _tiles_of_weights(g, tile)
+    if g.n * prod(boxes) >= 2**31 or tiles > MAX_GRID:
+        return Refusal("weight_gradient", f"{g.n * prod(boxes)} boxes or {tiles} tiles are more than it counts")
+    itemsize = 8 if dtype == "float64" else 4
+    parts = parts_of(g.n * prod(boxes), tiles, itemsize * tile.values, device, THREADS_A_MULTIPROCESSOR // THREADS)
+    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
+    shared = _shared_bytes(g, dtype, tile)
+    defines = (
+        ("DTYPE", DTYPE_CODES[dtype]),
+        *(
+            (f"{name}_{axis}", value)
+            for name, values in per_axis.items()
+            for axis, value in zip(AXES, values, strict=True)
+        ),
+        *zip(("TAPS_D", "TAPS_H", "TAPS_W"), tile.taps, strict=True),
+        *zip(("CHANNELS_IN", "CHANNELS_OUT"), tile.channels, strict=True),
+        *zip(("THREADS_IN", "THREADS_OUT", "THREADS_G", "THREADS_K"), tile.threads, strict=True),
+        *zip(("BOX_H", "BOX_W"), tile.box, strict=True),
+        ("POSITIONS", tile.positions),
+        ("X_CHANNELS_LAST", int(layout.x_channels_last)),
+        ("Y_CHANNELS_LAST", int(layout.out_channels_last)),
+        ("INDEX64", int(reads_need_64_bits(g, layout, (1, *tile.box)))),
+        ("MIN_BLOCKS", THREADS_A_MULTIPROCESSOR // THREADS),
+        ("SHARED_BYTES", shared),
+    )
+    lanes = LANES // 2 if dtype == "float64" else LANES
+    return Plan(
+        kernel="weight_gradient",
+        defines=defines,
+        grid=tiles * parts,
+        block=THREADS,
+        shared_bytes=shared,
+        problem=problem_parameters(g, layout, (*boxes, parts)),
+        cost=_cost_a_position(g, tile) * g.n * prod(g.x_extent) / lanes,
+        workspace_bytes=itemsize * tiles * tile.values * parts if parts > 1 else 0,
+        sums=tiles * tile.values if parts > 1 else 0,
+    )
+
+
+def parts_of(boxes: int, tiles: int, tile_bytes: int, device: Device, blocks: int) -> int:
+    """Return into how many parts the positions are cut: so that the last of the blocks ends as early as may be.
+
+    A multiprocessor holds `blocks` at a time, so that the tiles of all parts take rounds. Of equal numbers, the least
+    wins, for the parts have to be added up.
+    """
+    held = blocks * device.multiprocessors
+    affordable = MAX_WORKSPACE_BYTES // (tiles * tile_bytes)
+    most = max(1, min(-(-WAVES * held // tiles), affordable, -(-boxes // LEAST_BOXES), MAX_GRID // tiles))
+    return min(range(1, most + 1), key=lambda parts: -(-parts * tiles // held) * (-(-boxes // parts) + BOXES_AROUND))
+
+
+def _tiles_of_weights(geometry: Geometry, tile: Tile) -> int:
+    g = geometry
+    phases, most, _ = _phases_d(g)
+    taps = phases * -(-most // tile.taps[0]) * -(-g.kernel[1] // tile.taps[1]) * -(-g.kernel[2] // tile.taps[2])
+    channels = -(-g.c_in_per_group // tile.channels_in) * -(-g.c_out_per_group // tile.channels_out)
+    return taps * channels * -(-g.groups // tile.threads[2])
+
+
+def _phases_d(geometry: Geometry) -> tuple[int, int, int]:
+    """Return the phases along D that have a tap, the most taps of one, and how many planes of x these are apart."""
+    kernel, stride, dilation = geometry.kernel[0], geometry.stride[0], geometry.dilation[0]
+    step = stride // gcd(stride, dilation)
+    return min(step, kernel), -(-kernel // step), dilation // gcd(stride, dilation)
+
+
+def _tiles(geometry: Geometry, dtype: str, layout: Layout, device: Device) -> Iterator[Tile]:
+    """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
+    g = geometry
+    most = 32 if dtype == "float64" else 64
+    boxes = [(1, 64), (1, 128), (1, 512)] if g.rank == 1 else [(4, 16), (8, 16), (16, 32)]
+    blocks = THREADS_A_MULTIPROCESSOR // THREADS
+    room = (device.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
+    taps_d = (_phases_d(g)[1], 1)
+    for taps in itertools.product(taps_d, _equal_shares(g.kernel[1]), _equal_shares(g.kernel[2])):
+        for channels in itertools.product((4, 2, 1), (4, 2, 1)):
+            if prod(taps) * prod(channels) > most:
+                continue
+            threads_in, threads_out = (
+                min(8, _power_of_two(-(-count // own)))
+                for count, own in zip((g.c_in_per_group, g.c_out_per_group), channels, strict=True)
+            )
+            for threads_g in _threads_along_groups(g, layout, threads_in * threads_out):
+                threads = (threads_in, threads_out, threads_g, THREADS // (threads_in * threads_out * threads_g))
+                for box, positions in itertools.product(boxes, (4, 2, 1)):
+                    tile = Tile(taps, channels, threads, box, positions)
+                    if _shared_bytes(g, dtype, tile) <= room:
+                        yield tile
+
+
+def _equal_shares(taps: int) -> tuple[int, ...]:
+    """Return the taps of a tile along an axis, for some numbers of tiles that share them equally."""
+    shares = sorted({-(-taps // tiles) for tiles in range(1, taps + 1)}, reverse=True)
+    return (*[share for share in shares if 1 < share <= MAX_TAPS][:4], 1)
+
+
+def _threads_along_groups(geometry: Geometry, layout: Layout, threads: int) -> tuple[int, ...]:
+    """Return how many groups a block may take: several where their channels are next to each other in memory."""
+    if not (layout.x_channels_last or layout.out_channels_last) or geometry.groups == 1:
+        return (1,)
+    return tuple(n for n in (16, 4, 1) if n * threads <= THREADS and n < 2 * geometry.groups)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _cost_a_position(geometry: Geometry, tile: Tile) -> float:
+    """Estimate the instructions for one position and all weights."""
+    (_, box_h, box_w), (in_, out) = _staged_box(geometry, tile), tile.channels
+    positions, runs = prod(tile.box), prod(tile.box) // tile.positions
+    step, hop, _ = staged_axis(tile.taps[2], geometry.stride[2], geometry.dilation[2], 1)
+    columns = len({t * step + k * hop for t in range(tile.positions) for k in range(tile.taps[2])})
+    a_run = tile.positions * in_ * (tile.taps[0] + out * prod(tile.taps)) + out * tile.taps[1] * columns
+    a_run += INSTRUCTIONS_A_RUN
+    arithmetic = -(-runs // tile.threads[3]) * a_run * THREADS
+    staged = tile.threads[2] * (tile.channels_in * tile.taps[0] * positions + tile.channels_out * box_h * box_w)
+    a_box = arithmetic + INSTRUCTIONS_A_STAGED_ELEMENT * staged + INSTRUCTIONS_A_BOX * THREADS
+    return _tiles_of_weights(geometry, tile) * a_box / positions
+
+
+def _staged_box(geometry: Geometry, tile: Tile) -> Ints:
+    """Return the extents of the box of y that the kernel stages."""
+    h, w = (staged_axis(tile.taps[a], geometry.stride[a], geometry.dilation[a], tile.box[a - 1])[2] for a in (1, 2))
+    return (1, h, w)
+
+
+def _shared_bytes(geometry: Geometry, dtype: str, tile: Tile) -> int:
+    """Return the kernel's shared memory; it asserts the same number (SHARED) when it is compiled."""
+    _, box_h, box_w = _staged_box(geometry, tile)
+    groups, threads_k = tile.threads[2:]
+    x = round_up(groups * tile.channels_in * (tile.taps[0] * prod(tile.box) | 1), 4)
+    y = groups * tile.channels_out * (box_h * (box_w | 1) | 1)
+    turned = tile.values * (threads_k + 1) if threads_k > 1 else 0
+    return max(x + y, turned) * (8 if dtype == "float64" else 4)

@@ -1,0 +1,325 @@
+"""Plans of the tensor-core kernel for weight gradients, ``kernels/weight_gradient_gemm.cu``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import gcd, prod
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import AXES, DTYPE_CODES, MAX_GRID, Device, Ints, Layout, Plan, Refusal, at_residue, round_up
+from cuconvt.plan import problem_parameters as parameters
+from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
+from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
+from cuconvt.plan_phase_gemm import PRECISION_CODES
+
+ROW = 8  # positions along W that stay together
+MAX_TAPS_W = 8  # of a warp
+MAX_SUMS = 144  # of a thread
+MAX_WARPS = 8
+MAX_BLOCKS = 16  # on a multiprocessor
+
+# Rates of a multiprocessor, per clock, that the cost estimate uses; measured on an H200, similar from sm_80 on.
+MMA_CLOCKS = 1.5
+SHARED_BYTES_A_CLOCK = 128
+L2_BYTES_A_CLOCK = 24
+ISSUE = 4
+BOX_CLOCKS = 300  # a barrier, the addresses of a box and the first loads after it
+TYPICAL_EXTENT = {1: 4096, 2: 128, 3: 48}  # of an axis, by rank
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The compile-time shape of a block; the fields are the macros of the kernel."""
+
+    tiles_in: int
+    warps_in: int
+    tiles_out: int
+    warps_out: int
+    taps_h: int
+    warps_h: int
+    taps_w: int
+    warps_k: int = 1
+    box_h: int = 8
+    rows_w: int = 1
+
+    @property
+    def warps_c(self) -> int:
+        return self.warps_in * self.warps_out * self.warps_h
+
+    @property
+    def block(self) -> int:
+        return 32 * self.warps_c * self.warps_k
+
+    @property
+    def channels_in(self) -> int:
+        """Channels of x of a block, likewise of y below."""
+        return 16 * self.tiles_in * self.warps_in
+
+    @property
+    def channels_out(self) -> int:
+        return 8 * self.tiles_out * self.warps_out
+
+    @property
+    def tiles(self) -> int:
+        """Products of a warp, over all taps."""
+        return self.tiles_in * self.tiles_out * self.taps_h * self.taps_w
+
+    @property
+    def values(self) -> int:
+        """Weights of a block."""
+        return 4 * self.tiles * 32 * self.warps_c
+
+    @property
+    def positions(self) -> int:
+        """Positions of a box."""
+        return self.box_h * self.rows_w * ROW
+
+
+def plan_weight_gradient_gemm(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+) -> Plan | Refusal:
+    """Propose the tile with the least estimated time, or say why tensor cores do not serve."""
+    from cuconvt.plan_weight_gradient import parts_of
+
+    name = "weight_gradient_gemm"
+    if reason := _refuse(geometry, dtype, precision, device):
+        return Refusal(name, reason)
+    g = geometry
+    work = _Work(g, dtype, precision, layout, device)
+    tile = _best_tile(work)
+    if tile is None:
+        return Refusal(name, f"no tile fits into {device.shared_bytes} bytes of shared memory")
+    boxes = (g.x_extent[0], -(-g.x_extent[1] // tile.box_h), -(-g.x_extent[2] // (tile.rows_w * ROW)))
+    tiles = work.tiles_of_weights(tile)
+    if g.n * prod(boxes) >= 2**31 or tiles > MAX_GRID:
+        return Refusal(name, f"{g.n * prod(boxes)} boxes or {tiles} tiles are more than it counts")
+    parts = parts_of(g.n * prod(boxes), tiles, 4 * tile.values, device, work.blocks(tile))
+    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
+    defines = (
+        ("DTYPE", DTYPE_CODES[dtype]),
+        ("PRECISION", PRECISION_CODES[precision]),
+        *(
+            (f"{name}_{axis}", value)
+            for name, values in per_axis.items()
+            for axis, value in zip(AXES, values, strict=True)
+        ),
+        ("WARPS_IN", tile.warps_in),
+        ("WARPS_OUT", tile.warps_out),
+        ("WARPS_H", tile.warps_h),
+        ("WARPS_K", tile.warps_k),
+        ("TILES_IN", tile.tiles_in),
+        ("TILES_OUT", tile.tiles_out),
+        ("TAPS_H", tile.taps_h),
+        ("TAPS_W", tile.taps_w),
+        ("BOX_H", tile.box_h),
+        ("ROWS_W", tile.rows_w),
+        ("EARLY", work.early),
+        ("X_CHANNELS_LAST", int(layout.x_channels_last)),
+        ("Y_CHANNELS_LAST", int(layout.out_channels_last)),
+        ("INDEX64", int(reads_need_64_bits(g, layout, (1, tile.box_h, 2 * tile.rows_w * ROW)))),
+        ("MIN_BLOCKS", work.blocks(tile)),
+        ("SHARED_BYTES", 4 * work.shared_words(tile)),
+    )
+    return Plan(
+        kernel=name,
+        defines=defines,
+        grid=tiles * parts,
+        block=tile.block,
+        shared_bytes=4 * work.shared_words(tile),
+        problem=parameters(g, layout, (*boxes, parts), work.copy_bytes_x(), work.copy_bytes_y(tile)),
+        cost=work.clocks_a_position(tile) * g.n * prod(g.x_extent),
+        workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
+        sums=tiles * tile.values if parts > 1 else 0,
+    )
+
+
+def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
+    if device.compute_capability < 80:
+        return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
+    if dtype == "float64" or precision == "ieee":
+        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
+        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    return None
+
+
+class _Work:
+    """The sizes that follow from a problem's compile-time parameters and a tile; the kernel computes the same ones."""
+
+    def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout, device: Device):
+        self.geometry, self.layout, self.device = geometry, layout, device
+        self.per_word = 1 if dtype == "float32" else 2
+        self.products = 3 if precision == "tf32x3" else 1
+        self.unit = 4 * self.per_word  # elements of a 16-byte copy
+        self.gap_w = gcd(geometry.stride[2], geometry.dilation[2]) if geometry.kernel[2] > 1 else geometry.stride[2]
+        rows = not layout.out_channels_last and self.gap_w == 1
+        self.early = -geometry.pad_before[2] % self.unit if rows else 0
+
+    def copy_bytes_x(self) -> int:
+        """Bytes of x that may be copied at a time, likewise of y below."""
+        return self._copy_bytes(self.layout.x, self.layout.x_aligned, self.geometry.c_in_per_group, 1, 0)
+
+    def copy_bytes_y(self, tile: Tile) -> int:
+        tap_step = 0 if tile.taps_w >= self.geometry.kernel[2] else tile.taps_w * self.geometry.dilation[2]
+        gap = self.gap_w if tile.taps_w > 1 else self.geometry.stride[2]
+        return self._copy_bytes(self.layout.out, self.layout.out_aligned, self.geometry.c_out_per_group, gap, tap_step)
+
+    def _copy_bytes(self, strides: Ints, aligned: bool, channels: int, gap: int, tap_step: int) -> int:
+        single = 4 // self.per_word
+        last = abs(strides[1]) == 1 and abs(strides[4]) != 1
+        if last:
+            whole = self.geometry.groups == 1 or channels % self.unit == 0
+            others = [stride for axis, stride in enumerate(strides) if axis != 1]
+            return 16 if aligned and whole and strides[1] == 1 and not any(s % self.unit for s in others) else 4
+        if not aligned or strides[4] != 1 or gap != 1:
+            return single
+        others = [*strides[:4], tap_step]
+        return next((4 * n for n in (4, 1) if not any(s % (n * self.per_word) for s in others)), single)
+
+    def tiles_of_weights(self, tile: Tile) -> int:
+        g = self.geometry
+        taps = g.kernel[0] * -(-g.kernel[1] // (tile.taps_h * tile.warps_h)) * -(-g.kernel[2] // tile.taps_w)
+        return taps * -(-g.c_in_per_group // tile.channels_in) * -(-g.c_out_per_group // tile.channels_out) * g.groups
+
+    def staged_y(self, tile: Tile) -> tuple[int, int]:
+        """Return the lines of the staged box of y and the elements of each."""
+        g = self.geometry
+        _, _, lines = staged_axis(tile.taps_h * tile.warps_h, g.stride[1], g.dilation[1], tile.box_h)
+        step, _, width = staged_axis(tile.taps_w, g.stride[2], g.dilation[2], tile.rows_w * ROW)
+        if self.layout.out_channels_last:
+            return lines, round_up(width, step)
+        return lines, round_up(self.early + width, self.unit)
+
+    def x_words(self, tile: Tile) -> int:
+        if self.layout.x_channels_last:
+            return tile.positions * at_residue(tile.channels_in // self.per_word, 4, 8)
+        load = 2 // self.per_word
+        return tile.channels_in * at_residue(tile.positions // self.per_word, 4 * load, 8 * load)
+
+    def y_words(self, tile: Tile) -> int:
+        lines, width = self.staged_y(tile)
+        if self.layout.out_channels_last:
+            return lines * width * at_residue(tile.channels_out // self.per_word, 4, 8)
+        load = self.y_load(tile)
+        return tile.channels_out * at_residue(lines * width // self.per_word, 4 * load, 8 * load)
+
+    def y_load(self, tile: Tile) -> int:
+        """Words of a row of y that a lane reads at a time."""
+        step = staged_axis(tile.taps_w, self.geometry.stride[2], self.geometry.dilation[2], 1)[0]
+        return gcd(2 * step // self.per_word, 4)
+
+    def shared_words(self, tile: Tile) -> int:
+        """Return the kernel's shared memory; it asserts the same number (SHARED) when it is compiled."""
+        return max(2 * (self.x_words(tile) + self.y_words(tile)), (tile.warps_k - 1) * tile.values)
+
+    def registers(self, tile: Tile) -> int:
+        """Estimate the registers of a thread, on the safe side: no tile that is chosen may spill."""
+        count = 4 * tile.tiles
+        if self.products == 3:
+            count += 56 + 18 * tile.tiles_in + 3 * tile.taps_w
+        elif self.per_word == 1:
+            count += 48 + 3 * tile.tiles_in
+        else:
+            count += 60 + 6 * tile.tiles_in + (8 if self.layout.out_channels_last else 0)
+        if tile.taps_w > 3:
+            count += 12 * (tile.taps_h * tile.tiles_out - 1)
+        return with_margin(count, self.device)
+
+    def blocks(self, tile: Tile) -> int:
+        """Blocks that a multiprocessor holds; each reserves 1 KB of shared memory on top of its own."""
+        warps = tile.block // 32
+        by_registers = REGISTERS // round_up(self.registers(tile), 8) * PARTITIONS // warps
+        by_shared = (self.device.shared_bytes + 1024) // (4 * self.shared_words(tile) + 1024)
+        return max(1, min(by_registers, by_shared, MAX_BLOCKS))
+
+    def fits(self, tile: Tile) -> bool:
+        warps = -(-tile.block // 32 // PARTITIONS)
+        return (
+            self.registers(tile) <= min(255, REGISTERS // warps)
+            and 4 * self.shared_words(tile) <= self.device.shared_bytes
+        )
+
+    def clocks_a_position(self, tile: Tile) -> float:
+        """Estimate the clocks of a multiprocessor for one position and all weights."""
+        g = self.geometry
+        steps = tile.positions / ROW / self.per_word * tile.warps_c  # of eight words along K, of all warps
+        mma = steps * tile.tiles * self.products * MMA_CLOCKS
+        words = 2 * tile.taps_w  # a lane needs along W, if it cannot share them
+        if not self.layout.out_channels_last:
+            step, hop, _ = staged_axis(tile.taps_w, g.stride[2], g.dilation[2], 1)
+            load = self.y_load(tile)
+            firsts = [tap * hop + more for tap in range(tile.taps_w) for more in (0, step)]
+            words = load * len({(self.early + first) // self.per_word // load for first in firsts})
+            words *= 1 if self.per_word == 1 else 2
+        a_step = 4 * tile.tiles_in + tile.taps_h * tile.tiles_out * words
+        loads = steps * a_step * 128 / SHARED_BYTES_A_CLOCK
+        extra = self.products // 3 * (28 * tile.tiles_in + 7 * tile.taps_h * tile.tiles_out * words + 4 * tile.tiles)
+        issue = steps * (tile.tiles * self.products + 0.7 * a_step + extra + 20) / ISSUE
+        lines, width = self.staged_y(tile)
+        elements = tile.channels_in * tile.positions + tile.channels_out * lines * width
+        l2 = 4 / self.per_word * elements / L2_BYTES_A_CLOCK
+        issue += self._staging_instructions(tile) / 32 / ISSUE
+        blocks = self.blocks(tile)
+        warps = blocks * tile.block // 32
+        uneven = -(-warps // PARTITIONS) * PARTITIONS / warps
+        mma, issue = mma * uneven, issue * uneven
+        busiest = max(mma, loads, l2, issue)
+        box = busiest + 0.25 * (mma + loads + l2 + issue - busiest) + BOX_CLOCKS / blocks
+        if warps < 8:
+            box *= 8 / warps
+        box *= 1 + 0.5 / blocks**2 / max(1, tile.block // 128)  # a block alone has nobody to work while it waits
+        shape = (1, tile.box_h, tile.rows_w * ROW)
+        empty = prod(1 + extent / (2 * TYPICAL_EXTENT[g.rank]) for extent in shape[3 - g.rank :])
+        return self.tiles_of_weights(tile) * empty * box / tile.positions
+
+    def _staging_instructions(self, tile: Tile) -> float:
+        lines, width = self.staged_y(tile)
+        total = 0.0
+        sides = (
+            (self.copy_bytes_x(), self.layout.x_channels_last, tile.channels_in, tile.positions),
+            (self.copy_bytes_y(tile), self.layout.out_channels_last, tile.channels_out, lines * width),
+        )
+        for copy_bytes, last, channels, positions in sides:
+            copies = channels * positions * 4 / self.per_word / max(4, copy_bytes)
+            total += copies * (20 if last else 5 if copy_bytes >= 4 else 12)
+        return total
+
+
+def _best_tile(work: _Work) -> Tile | None:
+    """Choose the tile in two rounds: channels and taps with one box, and then the box."""
+    boxes = {1: ((1, 8), (1, 16), (1, 32)), 2: ((8, 1), (4, 2), (8, 2), (4, 4)), 3: ((8, 1), (4, 2), (8, 2), (4, 4))}
+    candidates = [tile for tile in _tiles(work) if work.fits(tile)]
+    if not candidates:
+        return None
+    best = min(candidates, key=work.clocks_a_position)
+    shapes = [replace(best, box_h=h, rows_w=w) for h, w in boxes[work.geometry.rank]]
+    return min((tile for tile in (best, *shapes) if work.fits(tile)), key=work.clocks_a_position)
+
+
+def _tiles(work: _Work) -> Iterator[Tile]:
+    """Yield tiles. They depend on neither N nor extents, which therefore never recompile."""
+    g = work.geometry
+    pieces_w = -(-g.kernel[2] // MAX_TAPS_W)
+    widths = {-(-g.kernel[2] // n) for n in (pieces_w, 2 * pieces_w) if n <= g.kernel[2]}
+    box_h, rows_w = (1, 8) if g.rank == 1 else (8, 1)
+    pieces_h = -(-g.kernel[1] // 8)
+    height = -(-g.kernel[1] // pieces_h)
+    heights = {(height // n, n) for n in range(1, height + 1) if height % n == 0} | {(1, 1)}
+    for tiles_in, warps_in in _shares(-(-g.c_in_per_group // 16), 3 if work.products == 3 else 4, 4):
+        for tiles_out, warps_out in _shares(-(-g.c_out_per_group // 8), 4, 8):
+            for taps_w in sorted(widths):
+                for taps_h, warps_h in sorted(heights):
+                    tile = Tile(tiles_in, warps_in, tiles_out, warps_out, taps_h, warps_h, taps_w, 1, box_h, rows_w)
+                    if 4 * tile.tiles > MAX_SUMS or tile.warps_c > MAX_WARPS:
+                        continue
+                    for warps_k in {1, max(1, 4 // tile.warps_c), max(1, MAX_WARPS // tile.warps_c)}:
+                        yield replace(tile, warps_k=warps_k)
+
+
+def _shares(count: int, most: int, most_warps: int) -> Iterator[tuple[int, int]]:
+    """Yield how many tiles a warp and how many warps take, of which few are idle."""
+    for tiles, warps in itertools.product(range(1, min(most, count) + 1), (1, 2, 3, 4, 6, 8)):
+        if warps <= most_warps and 3 * round_up(count, tiles * warps) <= 4 * count:
+            yield tiles, warps

@@ -1,0 +1,56 @@
+// A weight gradient sums over all positions of the batch, more of them than there are weights. So several blocks share
+// the positions of a tile of weights: each writes its own sums, its part, and a second kernel adds the parts. The order of
+// all additions is fixed, so that two calls give the same bits.
+#pragma once
+
+#include "common.cuh"
+
+// The weight that an accumulator belongs to; tiles may reach beyond the channels and taps that there are.
+struct Weight {
+    long long group;
+    int ci, co, d, h, w;  // channels within the group, and the tap
+
+    __device__ __forceinline__ long long offset(const Problem& p) const {
+        return (group * p.c_in + ci) * p.weight_stride[0] + co * p.weight_stride[1] + d * p.weight_stride[2] +
+               h * p.weight_stride[3] + w * p.weight_stride[4];
+    }
+};
+
+// How far an accumulator's weight is from that of the thread's first one.
+struct Ahead {
+    int ci, co, d, h, w;
+};
+
+// Whether the weight `ahead` of `first` exists, for a kernel of so many taps, and its distance from `first`.
+__device__ __forceinline__ bool exists(const Weight& first, const Ahead& ahead, const Problem& p, int taps_d, int taps_h,
+                                       int taps_w) {
+    return first.group < p.groups && first.ci + ahead.ci < p.c_in && first.co + ahead.co < p.c_out &&
+           first.d + ahead.d < taps_d && first.h + ahead.h < taps_h && first.w + ahead.w < taps_w;
+}
+__device__ __forceinline__ long long distance(const Ahead& ahead, const Problem& p) {
+    return ahead.ci * p.weight_stride[0] + ahead.co * p.weight_stride[1] + ahead.d * p.weight_stride[2] +
+           ahead.h * p.weight_stride[3] + ahead.w * p.weight_stride[4];
+}
+
+constexpr int SUM_VALUES = 32;  // that a block of the second kernel adds up,
+constexpr int SUM_SLICES = 8;   // each by so many threads
+
+// Adds the parts of each of `values` values, of which a part holds one after the other; `store` takes the sums.
+template <class Acc, class Store>
+__device__ __forceinline__ void add_parts(const Acc* parts, long long values, long long count, const Store& store) {
+    __shared__ Acc sums[SUM_SLICES][SUM_VALUES];
+    const int lane = threadIdx.x % SUM_VALUES, slice = threadIdx.x / SUM_VALUES;
+    const long long value = blockIdx.x * (long long)SUM_VALUES + lane;
+    Acc sum = 0;
+    if (value < values) {
+#pragma unroll 4
+        for (long long part = slice; part < count; part += SUM_SLICES) sum += parts[part * values + value];
+    }
+    sums[slice][lane] = sum;
+    __syncthreads();
+    if (slice == 0 && value < values) {
+#pragma unroll
+        for (int s = 1; s < SUM_SLICES; ++s) sum += sums[s][lane];
+        store(value, sum);
+    }
+}

@@ -1,0 +1,260 @@
+"""The gradients of the CUDA backend with their last step replaced, the same plans launched on the host, and cases."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from described import DEVICES, channels_last, contiguous, geometry_of
+from host.backend import PACK_BLOCK, plan_family
+from host.build import kernel_sources, program
+from host.execute import ABSENT, INPUT, OUTPUT, VALUE, Argument, Program
+from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case
+
+from cuconvt import cpu
+from cuconvt.geometry import Geometry
+from cuconvt.plan import Device, Layout, Plan, problem_struct
+from cuconvt.plan_weight_gradient import SUM_SLICES, SUM_VALUES
+
+
+class HostGradients:
+    """Runs correlations or weight gradients with one family on the host, in place of the NumPy backend's functions.
+
+    Parameters
+    ----------
+    family, device, precision, defines, sources
+        As for `host.backend.HostBackend`.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        device: Device,
+        precision: str | None = None,
+        defines: Mapping[str, int] | None = None,
+        sources: Mapping[str, str] | None = None,
+    ):
+        self.family, self.device, self.precision = family, device, precision
+        self.defines = defines or {}
+        self.sources = sources or kernel_sources(f"{family}.cu")
+        self.programs: dict[tuple[Any, ...], Program] = {}
+
+    def correlate(self, y: Any, weight: Any, bias: Any, geometry: Geometry, out: Any) -> None:
+        plan = self._plan(geometry, y.dtype.name, Layout.of(out, weight, bias, y))
+        if plan.packed_words:
+            packed = np.empty(plan.packed_words, np.uint32)
+            grid = -(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK))
+            arrays = [Argument.array("weight", INPUT, weight), Argument.array("packed", OUTPUT, packed)]
+            self._launch(plan, f"{plan.kernel}_pack", grid, PACK_BLOCK, 0, arrays)
+            weight = packed
+        arrays = [
+            Argument.array("y", INPUT, y),
+            Argument.array("weight", INPUT, weight),
+            Argument("bias", ABSENT) if bias is None else Argument.array("bias", INPUT, bias),
+            Argument.array("out", OUTPUT, out),
+        ]
+        self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays)
+
+    def weight_gradient(self, x: Any, y: Any, geometry: Geometry, out: Any) -> None:
+        plan = self._plan(geometry, x.dtype.name, Layout.of(x, out, None, y))
+        inputs = [Argument.array("x", INPUT, x), Argument.array("y", INPUT, y)]
+        result = Argument.array("out", OUTPUT, out)
+        if not plan.sums:
+            arrays = [*inputs, Argument("parts", ABSENT), result]
+            self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays)
+            return
+        parts = np.empty(plan.workspace_bytes, np.uint8).view(np.float64 if x.dtype == np.float64 else np.float32)
+        arrays = [*inputs, Argument.array("parts", OUTPUT, parts), Argument("out", ABSENT)]
+        self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays)
+        grid = -(-plan.sums // SUM_VALUES)
+        arrays = [Argument.array("parts", INPUT, parts), result]
+        self._launch(plan, f"{plan.kernel}_add", grid, SUM_VALUES * SUM_SLICES, 0, arrays)
+
+    def _plan(self, geometry: Geometry, dtype: str, layout: Layout) -> Plan:
+        return plan_family(self.family, geometry, dtype, layout, self.precision, self.device)
+
+    def _launch(self, plan: Plan, entry: str, grid: int, block: int, shared_bytes: int, arrays: list[Argument]) -> None:
+        defines = tuple({**dict(plan.defines), **self.defines}.items())
+        if (entry, defines) not in self.programs:
+            path = program(self.sources, f"{self.family}.cu", entry, defines)
+            self.programs[entry, defines] = Program(path)
+        problem = Argument("problem", VALUE, problem_struct(plan).tobytes())
+        self.programs[entry, defines].launch(grid, block, shared_bytes, [*arrays, problem])
+
+    def close(self) -> None:
+        for running in self.programs.values():
+            running.close()
+
+
+@contextmanager
+def gradients_on_host(*arguments: Any, **keywords: Any) -> Iterator[HostGradients]:
+    """Run the gradients of NumPy arrays by `HostGradients` within the context."""
+    backend = HostGradients(*arguments, **keywords)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "correlate", backend.correlate)
+        patch.setattr(cpu, "weight_gradient", backend.weight_gradient, raising=False)
+        try:
+            yield backend
+        finally:
+            backend.close()
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A specialisation of a kernel: every problem of it runs the same program."""
+
+    spec: Specialisation
+    dtype: str
+    precision: str | None = None
+    device: Device = DEVICES[90]
+    index64: bool = False  # 64-bit indices, though the problem is small
+    before_w: int = 0  # the padding before along W, modulo 8, which decides how staged rows are aligned
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"INDEX64": 1} if self.index64 else {}
+
+
+SIMT = tuple((dtype, "ieee" if dtype == "float32" else None) for dtype in DTYPES)
+TENSOR_CORES = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
+LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
+LAST = ("channels_last",)
+NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
+# Dtype and precision, kernel, stride, dilation, channels of a group (of x and y), whether these are channels-last.
+RARE = {
+    "correlate": (
+        ("float32", "ieee", (1, 40), (1, 3), (1, 1), 2, 3, (False, False)),  # taps one by one along W
+        ("float32", "ieee", (2, 2), (2, 2), (400, 1), 3, 9, (True, True)),
+    ),
+    "correlate_few_channels": (
+        ("float16", None, (4, 4), (2, 2), (1, 1), 1, 1, (True, True)),
+        ("float32", "ieee", (3,), (1,), (2,), 40, 1, (True, True)),
+        ("float64", None, (3, 3, 3), (2, 2, 2), (1, 1, 1), 2, 3, (False, False)),
+    ),
+    "correlate_gemm": (
+        ("float32", "tf32", (2, 2, 2), (2, 2, 2), (1, 1, 1), 17, 9, (True, True)),
+        ("float16", None, (1, 3, 3), (1, 1, 1), (1, 1, 1), 24, 17, (False, False)),
+    ),
+    "weight_gradient": (
+        ("float32", "ieee", (2, 4), (2, 2), (1, 1), 1, 1, (True, True)),  # several groups a block
+        ("float64", None, (11,), (1,), (2,), 9, 3, (False, False)),  # several tiles of taps
+    ),
+    "weight_gradient_gemm": (
+        ("bfloat16", None, (1, 19), (1, 1), (1, 1), 9, 8, (False, False)),  # several tiles of taps
+        ("float32", "tf32x3", (9, 2), (2, 2), (1, 1), 17, 9, (True, False)),
+    ),
+}
+
+
+def cases(family: str) -> dict[str, Case]:
+    """Return the cases of a family by name."""
+    kinds = TENSOR_CORES if family.endswith("gemm") else SIMT
+    found = {}
+    for index in range(6):
+        choose = random.Random(index)
+        (dtype, precision), rank = kinds[index % 4], (3, 2, 1, 3, 2, 3, 1, 2)[index]
+        kernel, stride, dilation = (
+            tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3, 2)
+        )
+        channels = choose.choice((1, 2, 5, 8, 9, 17)), choose.choice((1, 3, 4, 9, 16, 18))
+        if family == "correlate_few_channels":
+            channels = min(channels[0], 4), min(channels[1], 4)
+        last = choose.random() < 0.4, choose.random() < 0.4
+        device = choose.choice([device for device in DEVICES.values() if device.compute_capability != 120])
+        fields = {"index64": choose.random() < 0.2, "before_w": choose.randrange(8), "device": device}
+        name = f"{index}-{precision or dtype}-{rank}d"
+        found[name] = Case(specialisation(kernel, stride, dilation, channels, last), dtype, precision, **fields)
+    for dtype, precision, kernel, stride, dilation, c_in, c_out, last in RARE[family]:
+        spec = specialisation(kernel, stride, dilation, (c_in, c_out), last)
+        found[f"{precision or dtype}-{'x'.join(map(str, kernel))}"] = Case(spec, dtype, precision)
+    return found
+
+
+def specialisation(
+    kernel: Ints, stride: Ints, dilation: Ints, channels: tuple[int, int], last: tuple[bool, bool]
+) -> Specialisation:
+    x, y = (LAST if side else NOT_LAST for side in last)
+    return Specialisation(
+        kernel, stride, dilation, *channels, x, tuple(layout for layout in y if layout != "broadcast")
+    )
+
+
+def of_the_case(this: Case, problem: Problem) -> Problem:
+    """Return the problem with as much more padding before along W as the case has, and more inputs for it."""
+    (before, after), stride = problem.padding[-1], problem.stride[-1]
+    more = (this.before_w - before) % 8
+    extent = (*problem.extent[:-1], problem.extent[-1] + -(-more // stride))
+    return dataclasses.replace(problem, extent=extent, padding=(*problem.padding[:-1], (before + more, after)))
+
+
+def box(family: str, defines: Mapping[str, int]) -> Ints:
+    """Return the positions that a block owns at a time along D, H and W."""
+    if family == "correlate":
+        return (defines["THREADS_D"], defines["THREADS_H"], defines["THREADS_W"] * defines["POSITIONS_W"])
+    if family == "correlate_gemm":
+        rows_h, rows_w = (1, defines["ROWS"]) if defines["ROWS_ALONG_W"] else (defines["ROWS"], 1)
+        return (defines["WARPS_D"], defines["WARPS_H"] * rows_h, 8 * defines["WARPS_W"] * rows_w)
+    if family == "correlate_few_channels":
+        cut = 4 * ((defines["KERNEL_D"] - 1) * defines["DILATION_D"] // defines["STRIDE_D"] + 1)
+        return (
+            cut,
+            3,
+            128 // defines["LANES_C"] * defines["POSITIONS_W"],
+        )  # of more planes, several blocks take a run each
+    width = defines["BOX_W"] if family == "weight_gradient" else 8 * defines["ROWS_W"]
+    return (1, defines["BOX_H"], width)
+
+
+def smallest(this: Case, extent: Ints | None = None, **fields: Any) -> Problem:
+    spec = this.spec
+    rank = len(spec.kernel)
+    problem = case(
+        (2, 2 * spec.c_in_per_group, *(extent or (1,) * rank)),
+        2 * spec.c_out_per_group,
+        spec.kernel,
+        spec.stride,
+        groups=2,
+        dilation=spec.dilation,
+        has_bias=True,
+        x_layout=spec.x_layouts[0],
+        out_layout=spec.out_layouts[0],
+        **fields,
+    )
+    return of_the_case(this, problem)
+
+
+def plan_for(family: str, this: Case, problem: Problem) -> Plan:
+    geometry = geometry_of(problem)
+    g = geometry
+    x, y = (channels_last if side == LAST else contiguous for side in (this.spec.x_layouts, this.spec.out_layouts))
+    layout = Layout(
+        x=x((g.n, g.c_in, *g.x_extent)),
+        weight=contiguous((g.c_in, g.c_out_per_group, *g.kernel)),
+        bias=1,
+        out=y((g.n, g.c_out, *g.out_extent)),
+    )
+    return plan_family(family, geometry, this.dtype, layout, this.precision, this.device)
+
+
+def one_past_every_edge(family: str, this: Case) -> Problem:
+    """Return a problem whose last box holds a single position, along every axis."""
+    edges = box(family, dict(plan_for(family, this, smallest(this)).defines))[3 - len(this.spec.kernel) :]
+    problem = smallest(this, tuple(edge + 1 for edge in edges))
+    excess = problem.extent[-1] - edges[-1] - 1  # inputs that `of_the_case` added
+    return smallest(this, (*(edge + 1 for edge in edges[:-1]), edges[-1] + 1 + (-excess) % edges[-1]))
+
+
+def whole_words(this: Case) -> Problem:
+    """Return a problem whose rows of x and, where they can be, of y are multiples of 16 bytes."""
+    lead = (2,) * (len(this.spec.kernel) - 1)
+    found = [smallest(this, (*lead, width)) for width in range(16, 48)]
+    whole = [problem for problem in found if problem.extent[-1] % 8 == 0]
+    return max(whole, key=lambda problem: (problem.out_shape[-1] & -problem.out_shape[-1], -problem.extent[-1]))

@@ -1,0 +1,155 @@
+"""Cases of phase_wgmma for the host, each of one program, with tiles drawn from those that the kernel takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from described import DEVICES, geometry_of, layout_of
+from strategies import Ints, Specialisation, case
+from test_plan import problem_of
+
+from cuconvt import plan as planning
+from cuconvt import plan_phase_wgmma as wgmma
+from cuconvt.geometry import Geometry
+from cuconvt.plan import Device, Layout, Plan, Refusal
+from cuconvt.plan_phase_wgmma import Tile
+
+BUDGET = 0.05  # a wgmma of 128 threads takes longer than its products
+LARGEST_KERNEL = {1: 7, 2: 4, 3: 3}
+LONGEST = {1: (200,), 2: (12, 22), 3: (4, 6, 12)}
+# Extents of which some have several boxes along each axis, the last one ragged.
+RAGGED = {
+    1: ((67,), (131,), (261,), (521,)),
+    2: ((5, 19), (11, 17), (13, 35), (27, 19)),
+    3: ((5, 3, 7), (3, 5, 9), (3, 9, 11), (11, 3, 5), (5, 7, 17)),
+}
+KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
+LAST = ("channels_last",)
+ROWS = ("contiguous", "sliced", "cropped", "strided", "negative", "misaligned")
+SHARED_BYTES = 227 * 1024
+MAX_ACCUMULATORS = 150
+MAX_RING = 12
+MAX_ROWS = 16  # of taps, unrolled where a block owns all phases
+MAX_COLUMNS = 192  # of a wgmma
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Return the fields of each case by name."""
+    found = {}
+    for index in range(36):
+        choose = random.Random(index)
+        (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
+        x_last, out_last = index // 2 % 3 == 0, index % 3 == 0
+        tile, spec = None, None
+        while tile is None or not serves(tile, spec, dtype, precision):
+            spec = draw_problem(choose, rank, x_last, out_last)
+            tile = draw_tile(choose, spec, dtype, precision, out_last)
+        # On few multiprocessors each block has several boxes.
+        device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)
+        fields = {"precision": precision, "device": device, "plan": plan_with(tile, index % 5 == 4, index % 3 == 1)}
+        found[f"{index}-{precision or dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
+    for tiles_c, merge_w, last in ((6, False, True), (8, True, False), (8, False, True)):
+        spec = Specialisation(
+            (1, 2), (1, 1), (1, 1), 8, 8 * tiles_c + 1, LAST if last else ROWS, LAST if last else ROWS
+        )
+        tile = Tile(2, 2, 1, tiles_c, merge_w, 1, 2, 3, False, False, False, 1)
+        fields = {"device": Device(90, 1, SHARED_BYTES), "plan": plan_with(tile)}
+        found[f"{tiles_c}-tiles-{'last' if last else 'rows'}"] = {"spec": spec, "dtype": "bfloat16", **fields}
+    return found
+
+
+def draw_problem(choose: random.Random, rank: int, x_last: bool, out_last: bool) -> Specialisation:
+    kernel, stride, dilation = (
+        tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3, 3)
+    )
+    stride = (*(min(s, 2) for s in stride[:-1]), stride[-1])
+    c_in, c_out = choose.choice((3, 8, 16, 17, 24, 33)), choose.choice((1, 3, 5, 8, 12, 17, 25, 41, 64))
+    return Specialisation(
+        kernel, stride, dilation, c_in, c_out, LAST if x_last else (*ROWS, "broadcast"), LAST if out_last else ROWS
+    )
+
+
+def draw_tile(
+    choose: random.Random, spec: Specialisation, dtype: str, precision: str | None, out_last: bool
+) -> Tile | None:
+    """Draw a tile that the kernel takes for a problem, or none if what was drawn does not go together."""
+    workers, stagers, blocks = choose.choice(tuple(wgmma.REGISTERS))
+    stride = math.prod(spec.stride[:-1])
+    taps = math.prod(spec.kernel[:-1])
+    several = stride > 1
+    all_phases = several and taps <= MAX_ROWS and choose.random() < 0.6
+    merge_w = spec.kernel[-1] > 1 and not out_last and choose.random() < 0.8
+    enough = [tiles for tiles in (1, 2, 3, 4, 6, 8) if 8 * tiles < spec.c_out_per_group + 16]
+    tiles_c = max(choose.choice(enough), choose.choice(enough))
+    k_steps, x_stages, tiles_m = choose.randint(1, 2), choose.choice((2, 2, 4)), choose.choice((1, 1, 2, 3, 4, 6, 8))
+    chunk = 2 * k_steps * (4 if dtype == "float32" else 8)
+    slots = -(-spec.c_in_per_group // chunk) * taps
+    resident = (all_phases or not several) and slots <= MAX_RING and choose.random() < 0.6
+    take_turns = resident and workers > 1 and choose.random() < 0.6
+    columns = 8 * tiles_c * (spec.kernel[-1] if merge_w else 1)
+    sums = spec.kernel[-1] if merge_w else min(spec.kernel[-1], spec.stride[-1])
+    sums *= math.prod(min(k, s) for k, s in zip(spec.kernel[:-1], spec.stride[:-1], strict=True)) if all_phases else 1
+    if columns > MAX_COLUMNS or 4 * sums * tiles_m * tiles_c > MAX_ACCUMULATORS:
+        return None
+    ring = slots if resident else choose.choice((2, 3))
+    return Tile(
+        workers, stagers, tiles_m, tiles_c, merge_w, k_steps, x_stages, ring, resident, take_turns, all_phases, blocks
+    )
+
+
+def serves(tile: Tile, spec: Specialisation, dtype: str, precision: str | None) -> bool:
+    """Whether a box fits into shared memory, whatever the extents and the padding."""
+    x_last = spec.x_layouts == LAST
+    for extent in (LONGEST[len(spec.kernel)], *RAGGED[len(spec.kernel)]):
+        shape = (2, spec.c_in_per_group, *extent)
+        padding = tuple((min(1, d * (k - 1)), 0) for k, d in zip(spec.kernel, spec.dilation, strict=True))
+        problem = case(shape, spec.c_out_per_group, spec.kernel, spec.stride, padding, dilation=spec.dilation)
+        geometry = geometry_of(problem)
+        for out_last in (x_last, spec.out_layouts == LAST):
+            layout = dataclasses.replace(layout_of(geometry, x_last), out=layout_of(geometry, out_last).out)
+            if isinstance(plan_tile(geometry, dtype, layout, precision, DEVICES[90], tile), Refusal):
+                return False
+    return True
+
+
+def plan_tile(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile
+) -> Plan | Refusal:
+    geometry, layout = wgmma._batch_as_depth(geometry, layout)
+    # The result of a call without `out` has the layout of x.
+    merge_w = tile.merge_w and not layout.out_channels_last
+    return wgmma.plan_tile(geometry, dtype, layout, precision, device, dataclasses.replace(tile, merge_w=merge_w))
+
+
+def plan_with(tile: Tile, index64: bool = False, patches: bool = False) -> Callable[..., Plan]:
+    """Return a planner that takes the given tile whatever it costs and, if told so, indices of 64 bits, and boxes of
+    8 x 8 patches where there are some."""
+    all_boxes = wgmma.Work.boxes
+
+    def patched(work: wgmma.Work, tile: Tile, extents: Ints) -> list[wgmma.Box]:
+        boxes = list(all_boxes(work, tile, extents))
+        return [box for box in boxes if any(box.patches)] or boxes
+
+    def plan(family: str, *problem: Any) -> Plan:
+        with pytest.MonkeyPatch.context() as patch:
+            if index64:
+                patch.setattr(planning, "INDEX_LIMIT", 0)
+            found = plan_tile(*problem, tile)
+            patch.setattr(wgmma.Work, "boxes", patched)
+            with_patches = plan_tile(*problem, tile)
+        assert isinstance(found, Plan), found
+        return with_patches if patches and isinstance(with_patches, Plan) else found
+
+    return plan
+
+
+def box(plan: Plan) -> Ints:
+    """Return what a block owns along D, H, W (in positions q of a phase), C_out, and C_in (at a time)."""
+    defines = dict(plan.defines)
+    chunk = 2 * defines["K_STEPS"] * (4 if defines["DTYPE"] == 2 else 8)
+    return (*problem_of(plan)["box"], 8 * defines["TILES_C"], chunk)

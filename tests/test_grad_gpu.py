@@ -1,0 +1,442 @@
+"""Gradients and convolutions with arrays in GPU memory, against float64 references."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+from fixed_cases import FIXED, SPECIAL
+from gpu_tools import delay, to_gpu
+from gradients import (
+    GRADIENTS,
+    OPERATIONS,
+    ExpectedOf,
+    check,
+    direct_bias,
+    direct_input,
+    direct_weight,
+    exact_input,
+    exact_weight,
+    gradient_of,
+)
+from harness import is_channels_last, to_numpy
+from hypothesis import given, seed, settings
+from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, case, place, problems
+from test_gpu import LONGEST, PRECISIONS, needs_memory, specialisation
+
+import cuconvt
+
+pytestmark = pytest.mark.gpu
+
+PROBLEM = case((2, 4, 5, 6, 7), 6, 3, stride=2, padding=1, output_padding=1, groups=2)
+WORKSPACE = 256 * 2**20  # bytes that a gradient may take besides its result
+
+
+@pytest.fixture
+def cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def torch() -> Any:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    return torch
+
+
+def of_rank(problem: Problem, name: str) -> Any:
+    return getattr(cuconvt.grad, f"conv_transpose{problem.rank}d_{name}")
+
+
+def input_gradient(problem: Problem, weight: Any, y: Any, **keywords: Any) -> Any:
+    return of_rank(problem, "input")(problem.x_shape, weight, y, **problem.parameters, **keywords)
+
+
+def weight_gradient(problem: Problem, x: Any, y: Any, **keywords: Any) -> Any:
+    return of_rank(problem, "weight")(x, problem.weight_shape, y, **problem.parameters, **keywords)
+
+
+def gradients(problem: Problem, x: Any, weight: Any, y: Any) -> list[Callable[[], Any]]:
+    """The gradients with respect to x, weight and bias, each to be called."""
+    return [
+        lambda: input_gradient(problem, weight, y),
+        lambda: weight_gradient(problem, x, y),
+        lambda: of_rank(problem, "bias")(y),
+    ]
+
+
+def arrays_of(problem: Problem, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    x, weight, _ = problem.arrays(DTYPES[dtype])
+    return x, weight, gradient_of(problem, DTYPES[dtype])
+
+
+def expected_of(problem: Problem, x: np.ndarray, weight: np.ndarray, y: np.ndarray) -> dict[str, ExpectedOf]:
+    return {
+        "input": ExpectedOf(problem, exact_input, direct_input, y, weight),
+        "weight": ExpectedOf(problem, exact_weight, direct_weight, x, y),
+    }
+
+
+@pytest.mark.parametrize("index", range(48))
+def test_any_problem(cupy: Any, index: int) -> None:
+    spec, dtype, precision = specialisation(index)
+    longest = LONGEST[len(spec.kernel)]
+
+    @seed(index)
+    @settings(max_examples=max(settings().max_examples // 40, 2), derandomize=False, database=None)
+    @given(problem=problems(spec, longest, longest_w=longest[0] + 28, budget=5))
+    def every_problem(problem: Problem) -> None:
+        for name in GRADIENTS:
+            check(name, problem, dtype, cupy, precision)
+
+    every_problem()
+
+
+@pytest.mark.parametrize("index", range(len(FIXED)), ids=list(FIXED))
+def test_fixed_case(cupy: Any, index: int) -> None:
+    problem = list(FIXED.values())[index]
+    for name in OPERATIONS:
+        check(name, problem, "float32", cupy)
+        check(name, problem, ("float16", "bfloat16", "float64")[index % 3], cupy)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("fixed", ["kb70", "kb72", "kb73", "kb77", "depthwise", "unet_k2s2"])
+def test_precision(cupy: Any, fixed: str, precision: str | None) -> None:
+    for name in OPERATIONS:
+        check(name, FIXED[fixed], "float32", cupy, precision)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(cupy: Any, layout: str, dtype: str) -> None:
+    own = layout if layout in OUT_LAYOUTS else "contiguous"
+    for changes in (
+        {"x_layout": layout},
+        {"out_layout": own},
+        {"x_layout": layout, "out_layout": own, "weight_layout": own},
+    ):
+        for name in GRADIENTS:
+            check(name, dataclasses.replace(FIXED["kb73"], **changes), dtype, cupy)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_tiles_on_every_axis(cupy: Any, dtype: str, layout: str) -> None:
+    problem = case((2, 33, 19, 21, 37), 35, 3, stride=2, padding=1, has_bias=True, x_layout=layout, out_layout=layout)
+    for name in ("input", "weight", "conv"):
+        check(name, problem, dtype, cupy)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_channels_and_many_positions(cupy: Any, dtype: str, layout: str) -> None:
+    layouts = {"x_layout": layout, "out_layout": layout}
+    for problem in (
+        case((3, 5, 17, 45, 67), 3, 3, stride=2, padding=1, **layouts),
+        case((3, 6, 17, 45, 67), 6, (3, 2, 4), stride=(1, 2, 2), groups=6, **layouts),
+        case((5, 3, 131, 135), 1, 5, stride=3, dilation=2, padding=2, **layouts),
+        case((7, 2, 5003), 4, 9, stride=4, padding=3, groups=2, **layouts),
+    ):
+        for name in GRADIENTS:
+            check(name, problem, dtype, cupy)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_long_sum(cupy: Any, precision: str | None) -> None:
+    check("input", case((1, 16, 7, 9), 512, 5, stride=2), "float32", cupy, precision)
+    check("weight", case((2, 16, 90, 110), 16, 3, stride=2), "float32", cupy, precision)
+
+
+def test_a_long_sum_of_one_sign(cupy: Any) -> None:
+    for problem in (case((1, 16, 7, 9), 512, 5, stride=2), case((2, 16, 30, 40), 16, 3, stride=2)):
+        x, weight, y = (np.abs(a) for a in arrays_of(problem, "float32"))
+        expected = expected_of(problem, x, weight, y)
+        expected["input"].assert_close(to_numpy(input_gradient(problem, to_gpu(weight), to_gpu(y))))
+        expected["weight"].assert_close(to_numpy(weight_gradient(problem, to_gpu(x), to_gpu(y))))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("fixed", SPECIAL)
+def test_special_values_land_where_the_definition_puts_them(cupy: Any, fixed: str, precision: str | None) -> None:
+    problem = SPECIAL[fixed]
+    _, weight, y = arrays_of(problem, "float32")
+    y.flat[[0, y.size // 3, y.size // 2, -1]] = np.inf, np.nan, -np.inf, np.inf
+    got = to_numpy(input_gradient(problem, to_gpu(weight), to_gpu(y), precision=precision))
+    with np.errstate(invalid="ignore"):
+        expected = direct_input(problem, y, weight)
+    for test in (np.isnan, np.isposinf, np.isneginf):
+        assert np.array_equal(test(got), test(expected)), test.__name__
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided", "negative", "misaligned"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias(cupy: Any, dtype: str, layout: str) -> None:
+    for problem in (
+        case((3, 4, 9, 10, 11), 7, 3, stride=2),
+        case((2, 4, 31, 33), 5, 3, stride=2),
+        case((2, 4, 301), 6, 3, stride=2),
+        case((4, 9, 10), 7, 3, stride=2, rank=2),
+        case((4, 301), 6, 3, rank=1),
+    ):
+        values = gradient_of(problem, DTYPES[dtype])
+        y, _ = place(values, problem.rank, layout, cupy)
+        gradient = of_rank(problem, "bias")
+        got = gradient(y)
+        assert type(got) is cupy.ndarray
+        assert (got.dtype, got.shape) == (DTYPES[dtype], (problem.c_out,))
+        exact, magnitude = direct_bias(problem, values), direct_bias(problem, abs(values))
+        tolerance = reference.TOLERANCES[dtype]
+        allowed = 2.0**-tolerance.digits * np.abs(exact) + tolerance.products * magnitude
+        assert (np.abs(to_numpy(got).astype(np.float64) - exact) <= allowed).all()
+        out, buffer = place(np.full(problem.c_out, np.nan, DTYPES[dtype]), 1, "strided", cupy)
+        assert gradient(y, out=out) is out
+        assert to_numpy(out.copy()).tobytes() == to_numpy(got).tobytes()
+        out.view(buffer.dtype)[...] = -1
+        assert (buffer == -1).all()
+
+
+# Memory, repeated calls, streams and devices.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ten_calls_one_result(cupy: Any, dtype: str) -> None:
+    for problem in (case((4, 32, 16, 24, 40), 16, 3, stride=2, padding=1), case((8, 3, 129, 131), 5, 4, stride=2)):
+        x, weight, y = map(to_gpu, arrays_of(problem, dtype))
+        for call in gradients(problem, x, weight, y):
+            results = {to_numpy(call()).tobytes() for _ in range(10)}
+            assert len(results) == 1
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_batch(cupy: Any, rank: int, dtype: str) -> None:
+    problem = case((0, 4, *(5,) * rank), 6, 3, stride=2, padding=1)
+    x, weight, y = map(to_gpu, arrays_of(problem, dtype))
+    assert input_gradient(problem, weight, y).shape == problem.x_shape
+    gradient = weight_gradient(problem, x, y)
+    assert (gradient.shape, gradient.dtype) == (problem.weight_shape, DTYPES[dtype])
+    assert not to_numpy(gradient).any()
+    out, _ = place(np.full(problem.weight_shape, np.nan, DTYPES[dtype]), rank, "strided", cupy)
+    assert weight_gradient(problem, x, y, out=out) is out
+    assert not to_numpy(out.copy()).any()
+    assert not to_numpy(of_rank(problem, "bias")(y)).any()
+
+
+def test_channels_last_results(cupy: Any) -> None:
+    x, weight, y = arrays_of(PROBLEM, "float32")
+    contiguous = input_gradient(PROBLEM, to_gpu(weight), to_gpu(y))
+    channels_last = input_gradient(PROBLEM, to_gpu(weight), place(y, PROBLEM.rank, "channels_last", cupy)[0])
+    assert contiguous.flags.c_contiguous
+    assert is_channels_last(channels_last, PROBLEM.rank)
+    assert cupy.allclose(contiguous, channels_last, atol=1e-4)
+    assert weight_gradient(PROBLEM, place(x, PROBLEM.rank, "channels_last", cupy)[0], to_gpu(y)).flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_workspace_is_bounded(cupy: Any, dtype: str) -> None:
+    pool = cupy.get_default_memory_pool()
+    for problem in (
+        case((1, 512, 16, 16, 16), 512, 3),  # a large weight
+        case((4, 32, 64, 64, 64), 16, 3, stride=2, padding=1, output_padding=1),  # a long sum
+        case((8, 64, 256, 256), 64, 3, groups=64),
+    ):
+        bits = f"i{DTYPES[dtype].itemsize}"
+        x, weight, y = (
+            cupy.zeros(shape, bits).view(DTYPES[dtype])
+            for shape in (problem.x_shape, problem.weight_shape, problem.out_shape)
+        )
+        for call in gradients(problem, x, weight, y):
+            call()
+            pool.free_all_blocks()
+            before = pool.total_bytes()
+            result = call()
+            assert pool.total_bytes() - before <= result.nbytes + WORKSPACE
+            del result
+
+
+def test_side_stream_is_followed_and_never_waited_for(cupy: Any) -> None:
+    problem = FIXED["kb73"]
+    values = arrays_of(problem, "float32")
+    expected = expected_of(problem, *values)
+    x, weight, source = map(to_gpu, values)
+    for _ in range(2):  # compiled and loaded, and its memory taken
+        input_gradient(problem, weight, source)
+        weight_gradient(problem, x, source)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        y = cupy.full_like(source, cupy.nan)
+        input_gradient(problem, weight, y)
+        weight_gradient(problem, x, y)
+        stream.synchronize()
+        cupy.cuda.Device().synchronize()
+        waiting = delay()
+        cupy.copyto(y, source)  # after the delay: a kernel on any other stream reads NaN
+        results = input_gradient(problem, weight, y), weight_gradient(problem, x, y)
+        assert not waiting.done, "the call waited for the GPU"
+        y.fill(cupy.nan)  # after the calls, on their stream
+        results = tuple(map(to_numpy, results))
+    expected["input"].assert_close(results[0])
+    expected["weight"].assert_close(results[1])
+
+
+def test_second_device(cupy: Any) -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    values = arrays_of(PROBLEM, "float32")
+    expected = expected_of(PROBLEM, *values)
+    with cupy.cuda.Device(1):
+        x, weight, y = map(to_gpu, values)
+    with cupy.cuda.Device(0):
+        results = {"input": input_gradient(PROBLEM, weight, y), "weight": weight_gradient(PROBLEM, x, y)}
+        with pytest.raises(TypeError, match="weight must be on the same device as grad_output, got cuda:0 and cuda:1"):
+            input_gradient(PROBLEM, to_gpu(values[1]), y)
+    with cupy.cuda.Device(1):
+        for name, result in results.items():
+            assert result.device.id == 1
+            expected[name].assert_close(to_numpy(result))
+
+
+def test_errors_write_nothing(cupy: Any) -> None:
+    x, weight, y = map(to_gpu, arrays_of(PROBLEM, "float32"))
+    x_out, weight_out = (cupy.full(shape, cupy.nan, np.float32) for shape in (PROBLEM.x_shape, PROBLEM.weight_shape))
+    parameters = {**PROBLEM.parameters, "output_padding": 0}
+    for gradient, arguments, out in (
+        (cuconvt.grad.conv_transpose3d_input, (PROBLEM.x_shape, weight, y), x_out),
+        (cuconvt.grad.conv_transpose3d_weight, (x, PROBLEM.weight_shape, y), weight_out),
+    ):
+        with pytest.raises(ValueError, match="grad_output must have shape"):
+            gradient(*arguments, **parameters, out=out)
+        with pytest.raises(ValueError, match="precision must be None or one of"):
+            gradient(*arguments, **PROBLEM.parameters, precision="double", out=out)
+        with pytest.raises(TypeError, match="must be an array of the same library"):
+            gradient(*arguments[:2], to_numpy(y), **PROBLEM.parameters, out=out)
+        assert cupy.isnan(out).all()
+    with pytest.raises(ValueError, match="out must not overlap an input, and it shares memory with grad_output"):
+        input_gradient(PROBLEM, weight, y, out=y.reshape(-1)[: x.size].reshape(x.shape))
+
+
+# PyTorch's tensors.
+
+
+def to_torch(torch: Any, values: np.ndarray, dtype: str) -> Any:
+    return torch.from_numpy(values.view(f"i{values.itemsize}")).cuda().view(getattr(torch, dtype))
+
+
+def from_torch(torch: Any, tensor: Any, dtype: str) -> np.ndarray:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.view(bits).cpu().numpy().view(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch(torch: Any, dtype: str) -> None:
+    values = arrays_of(PROBLEM, dtype)
+    expected = expected_of(PROBLEM, *values)
+    x, weight, y = (to_torch(torch, a, dtype) for a in values)
+    for name, call in (
+        ("input", lambda **keywords: input_gradient(PROBLEM, weight, y, **keywords)),
+        ("weight", lambda **keywords: weight_gradient(PROBLEM, x, y, **keywords)),
+    ):
+        result = call()
+        assert type(result) is torch.Tensor
+        assert (result.dtype, result.device) == (getattr(torch, dtype), y.device)
+        assert result.is_contiguous()
+        expected[name].assert_close(from_torch(torch, result, dtype))
+        out = torch.full_like(result, torch.nan)
+        pointer = out.data_ptr()
+        assert call(out=out) is out
+        assert out.data_ptr() == pointer
+        assert torch.equal(out, result)
+    bias = of_rank(PROBLEM, "bias")(y)
+    assert type(bias) is torch.Tensor
+    exact, magnitude = direct_bias(PROBLEM, values[2]), direct_bias(PROBLEM, abs(values[2]))
+    tolerance = reference.TOLERANCES[dtype]
+    allowed = 2.0**-tolerance.digits * np.abs(exact) + tolerance.products * magnitude
+    assert (np.abs(from_torch(torch, bias, dtype).astype(np.float64) - exact) <= allowed).all()
+
+
+def test_torch_memory_format_and_errors(torch: Any) -> None:
+    values = arrays_of(PROBLEM, "float32")
+    x, weight, y = (to_torch(torch, a, "float32") for a in values)
+    result = input_gradient(PROBLEM, weight, y.to(memory_format=torch.channels_last_3d))
+    assert result.is_contiguous(memory_format=torch.channels_last_3d)
+    assert not result.is_contiguous()
+    expected_of(PROBLEM, *values)["input"].assert_close(from_torch(torch, result.contiguous(), "float32"))
+    with pytest.raises(ValueError, match="input requires grad"):
+        weight_gradient(PROBLEM, x.requires_grad_(), y)
+    with pytest.raises(TypeError, match="weight must be on the same device as grad_output, got cpu and cuda:0"):
+        input_gradient(PROBLEM, weight.cpu(), y)
+
+
+def test_torch_results_are_in_its_allocator(torch: Any) -> None:
+    x, weight = torch.ones(1, 4, 64, 64, 64, device="cuda"), torch.ones(4, 4, 2, 2, 2, device="cuda")
+    y = torch.ones(1, 4, 128, 128, 128, device="cuda")
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        result = cuconvt.grad.conv_transpose3d_input(x.shape, weight, y, stride=2)
+        assert torch.cuda.memory_allocated() - before >= result.numel() * 4
+        del result
+
+
+# More than 2**31 elements.
+
+
+LARGE = case((2, 3, 64, 128, 256), 72, 3, stride=2, padding=1, output_padding=1)
+
+
+def large_gradient(cupy: Any, layout: str) -> Any:
+    """Return random float16 numbers of the shape of the result of `LARGE`, made a plane at a time."""
+    assert np.prod(LARGE.out_shape) > 2**31
+    n, channels, depth, height, width = LARGE.out_shape
+    if layout == "contiguous":
+        y = cupy.empty(LARGE.out_shape, np.float16)
+    else:
+        y = cupy.empty((n, depth, height, width, channels), np.float16).transpose(0, 4, 1, 2, 3)
+    rng = cupy.random.default_rng(0)
+    for plane in range(depth):
+        y[:, :, plane] = rng.standard_normal((n, channels, height, width), dtype=np.float32)
+    return y
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_input_gradient_of_more_than_2_to_the_31_elements(cupy: Any, layout: str) -> None:
+    needs_memory(cupy, 20)
+    weight = LARGE.arrays(DTYPES["float16"])[1]
+    y = large_gradient(cupy, layout)
+    got = input_gradient(LARGE, to_gpu(weight), y)
+    assert is_channels_last(got, 3) if layout == "channels_last" else got.flags.c_contiguous
+    for plane in (0, 1, 31, 63):
+        # An input plane is reached by three planes of the result, the first by two.
+        read = slice(max(2 * plane - 1, 0), 2 * plane + 2)
+        before = 1 if plane == 0 else 0
+        part = dataclasses.replace(
+            LARGE,
+            extent=(1, *LARGE.extent[1:]),
+            padding=((before, 0), *LARGE.padding[1:]),
+            output_padding=(0, *LARGE.output_padding[1:]),
+        )
+        expected = ExpectedOf(part, exact_input, direct_input, to_numpy(y[:, :, read].copy()), weight)
+        expected.assert_close(to_numpy(got[:, :, plane : plane + 1].copy()))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_weight_gradient_of_more_than_2_to_the_31_elements(cupy: Any, layout: str) -> None:
+    needs_memory(cupy, 20)
+    x = to_gpu(LARGE.arrays(DTYPES["float16"])[0])
+    y = large_gradient(cupy, layout)
+    both = to_numpy(weight_gradient(LARGE, x, y)).astype(np.float64)
+    one = dataclasses.replace(LARGE, n=1)
+    halves = [to_numpy(weight_gradient(one, x[i : i + 1], y[i : i + 1])).astype(np.float64) for i in range(2)]
+    # Each of the three is rounded to float16, and sums a product of two normal numbers at every position of x.
+    positions = x.size / x.shape[1]
+    allowed = 2.0**-10 * (np.abs(both) + np.abs(halves[0]) + np.abs(halves[1]))
+    allowed += 2 * reference.TOLERANCES["float16"].products * positions
+    assert (np.abs(both - sum(halves)) <= allowed).all()
+    assert np.abs(both).max() > 100

@@ -1,0 +1,163 @@
+"""The kernels of the gradients, executed on the host under sanitizers, as `test_host.py` does with the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import pytest
+from described import DEVICES
+from gradients import check
+from host.build import kernel_sources, why_not
+from host_gradients import (
+    RARE,
+    box,
+    cases,
+    gradients_on_host,
+    of_the_case,
+    one_past_every_edge,
+    plan_for,
+    smallest,
+    whole_words,
+)
+from hypothesis import given, seed, settings
+from strategies import Problem, case, problems
+from test_host_faults import UNWRITTEN, VALUES, plant
+from test_plan import struct_fields
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+EXAMPLES = settings().max_examples // 150  # geometries drawn for a specialisation
+BUDGET = {family: 0.05 if family.endswith("gemm") else 0.2 for family in RARE}
+CASES = {family: cases(family) for family in RARE}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, found in CASES.items() for name in found])
+def test_any_geometry(family: str, name: str) -> None:
+    this = CASES[family][name]
+    longest = box(family, dict(plan_for(family, this, smallest(this)).defines))[3 - len(this.spec.kernel) :]
+    first, second = ("input", "conv") if family.startswith("correlate") else ("weight", "conv_weight")
+    with gradients_on_host(family, this.device, this.precision, this.defines):
+
+        @seed(len(name))
+        @settings(max_examples=EXAMPLES, derandomize=False, database=None)
+        @given(problem=problems(this.spec, tuple(edge + 2 for edge in longest), longest[-1] + 16, BUDGET[family]))
+        def every_problem(problem: Problem) -> None:
+            check(first, of_the_case(this, problem), this.dtype, precision=this.precision)
+
+        check(first, one_past_every_edge(family, this), this.dtype, precision=this.precision)
+        check(second, whole_words(this), this.dtype, precision=this.precision)
+        every_problem()
+
+
+def test_copies_of_every_width_are_reached() -> None:
+    """The tensor-core kernels choose at run time how they copy x and y."""
+    at = [name for name, length in struct_fields() for _ in range(length)]
+    reached = defaultdict(set)
+    for family in ("correlate_gemm", "weight_gradient_gemm"):
+        for this in CASES[family].values():
+            for problem in (one_past_every_edge(family, this), whole_words(this)):
+                parameters = plan_for(family, this, problem).problem
+                for side in ("x", "out"):
+                    reached[family, side, this.dtype == "float32"].add(parameters[at.index(f"{side}_vector")])
+    for is_float32, widths in ((False, {2, 4, 16}), (True, {4, 16})):
+        assert reached["weight_gradient_gemm", "x", is_float32] == widths
+        assert reached["weight_gradient_gemm", "out", is_float32] == widths
+        assert reached["correlate_gemm", "out", is_float32] == {0, 1}
+
+
+# Two boxes along every axis, two chunks of channels, strides, and taps that meet the padding.
+STRIDED = case((2, 18, 3, 9, 17), 9, 3, stride=2, padding=1)
+LAST_STRIDED = dataclasses.replace(STRIDED, x_layout="channels_last", out_layout="channels_last")
+PROBLEMS = dict.fromkeys(RARE, (STRIDED, LAST_STRIDED))
+PROBLEMS["correlate_few_channels"] = (case((2, 3, 9, 5, 6), 3, 4, stride=2, padding=1, groups=3),)
+
+# Family, a replacement in its source, and the message of the check that must catch it.
+FAULTS = {
+    "a position of y one column late": (
+        "correlate",
+        "+ tap * AxisW::HOP]",
+        "+ tap * AxisW::HOP + 1]",
+        VALUES + "|" + UNWRITTEN,
+    ),
+    "a plane that is complete too early": (
+        "correlate_few_channels",
+        "AxisD::REACH - AxisD::back(tap_d)",
+        "AxisD::REACH - AxisD::back(tap_d) / 2",
+        VALUES,
+    ),
+    "a mask with one column too many": (
+        "correlate_few_channels",
+        "within(y_w + column * AxisW::GAP, p.out_extent[2])",
+        "within(y_w + column * AxisW::GAP, p.out_extent[2] + 1)",
+        "heap-buffer-overflow|belong to no argument|past its end",
+    ),
+    "a pair of lines that belongs to another tap": (
+        "correlate_gemm",
+        "rest < 0 || rest % PAIR_STEP || m >= TILES_M",
+        "rest < 0 || m >= TILES_M",
+        VALUES,
+    ),
+    "no barrier after the wait, correlate": (
+        "correlate_gemm",
+        "__syncthreads();  // all of the last stage",
+        "// all of the last stage",
+        UNWRITTEN + "|with no barrier in between",
+    ),
+    "a part added twice": (
+        "weight_gradient",
+        "part < count; part +=",
+        "part <= count; part +=",
+        "heap-buffer-overflow|past its end",
+    ),
+    "threads that are not added up": (
+        "weight_gradient",
+        "k < THREADS_K; ++k) sum",
+        "k < THREADS_K - 1; ++k) sum",
+        VALUES,
+    ),
+    "a plane of x of another tap": ("weight_gradient", "GAP_D = -AxisD::HOP", "GAP_D = AxisD::HOP", VALUES),
+    "the next part's boxes": (
+        "weight_gradient_gemm",
+        "ahead = box_from(ahead + parts_of_boxes);",
+        "ahead = box_from(ahead + 1);",
+        VALUES,
+    ),
+    "no barrier after the wait, weight gradient": (
+        "weight_gradient_gemm",
+        "__syncthreads();  // what was staged",
+        "// what was staged",
+        UNWRITTEN + "|with no barrier in between",
+    ),
+    "positions that are not sorted by their remainder": (
+        "weight_gradient_gemm",
+        "at % Box::CLASS * Box::STEP_W + at / Box::CLASS",
+        "at",
+        VALUES,
+    ),
+    "a store to the neighbouring channel": (
+        "weight_gradient_gemm",
+        "sum / 2 % 2 * 8, tile_out",
+        "sum / 2 % 2 * 8 + 1, tile_out",
+        VALUES + "|nobody wrote|which thread",
+    ),
+}
+
+
+def run(family: str, problems_to_check: tuple[Problem, ...], sources: dict[str, str] | None = None) -> None:
+    operation = "input" if family.startswith("correlate") else "weight"
+    with gradients_on_host(family, DEVICES[90], "tf32x3", sources=sources):
+        for problem in problems_to_check:
+            check(operation, problem, "float32", precision="tf32x3")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name: str) -> None:
+    family, before, after, caught_by = FAULTS[name]
+    with pytest.raises(AssertionError, match=caught_by):
+        run(family, PROBLEMS[family], plant(kernel_sources(f"{family}.cu"), before, after))
+
+
+@pytest.mark.parametrize("family", PROBLEMS)
+def test_without_a_fault_nothing_is_caught(family: str) -> None:
+    run(family, PROBLEMS[family])

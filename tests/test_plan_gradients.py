@@ -1,0 +1,181 @@
+"""Planning of the gradients: which kernel runs a problem, decided for described devices without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from math import prod
+
+import pytest
+from described import DEFAULT, DEVICES, channels_last, contiguous, geometry_of, layout_of
+from fixed_cases import FIXED
+from hypothesis import given, settings
+from strategies import DTYPES, Problem, case, problems
+from test_plan import struct_fields
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import MAX_GRID, Device, Layout, Plan, Refusal
+from cuconvt.plan_correlate import make_correlate_plan, plan_correlate
+from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
+from cuconvt.plan_correlate_gemm import plan_correlate_gemm
+from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES, make_weight_gradient_plan, plan_weight_gradient
+from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
+
+MAKE = {"correlate": make_correlate_plan, "weight_gradient": make_weight_gradient_plan}
+FAMILIES = (
+    plan_correlate,
+    plan_correlate_few_channels,
+    plan_correlate_gemm,
+    plan_weight_gradient,
+    plan_weight_gradient_gemm,
+)
+AT = [name for name, length in struct_fields() for _ in range(length)]
+PARTS = AT.index("tiles") + 3
+
+
+def plan_of(
+    operation: str,
+    problem: Problem,
+    dtype: str = "float32",
+    precision: str | None = None,
+    arch: int = 90,
+    last: bool = False,
+) -> Plan:
+    geometry = geometry_of(problem)
+    layout = layout_of(geometry, last)
+    return MAKE[operation](geometry, dtype, layout, precision or DEFAULT[dtype], DEVICES[arch])
+
+
+@pytest.mark.parametrize("operation", MAKE)
+@settings(max_examples=60)
+@given(problem=problems())
+def test_every_problem_has_a_plan_within_the_limits(operation: str, problem: Problem) -> None:
+    for dtype, device in itertools.product(DTYPES, (DEVICES[80], DEVICES[120], Device(75, 40, 64 * 1024))):
+        geometry = geometry_of(problem)
+        layout = layout_of(geometry, last=problem.seed % 2 == 1)
+        plan = MAKE[operation](geometry, dtype, layout, DEFAULT[dtype], device)
+        assert 0 < plan.grid <= MAX_GRID
+        assert plan.block % 32 == 0
+        assert plan.block <= 1024
+        assert plan.shared_bytes <= device.shared_bytes
+        assert plan.workspace_bytes <= MAX_WORKSPACE_BYTES
+        assert len(plan.problem) == len(AT)
+
+
+@pytest.mark.parametrize("operation", MAKE)
+@pytest.mark.parametrize("name", FIXED)
+def test_neither_batch_nor_extents_recompile(operation: str, name: str) -> None:
+    problem = FIXED[name]
+    larger = dataclasses.replace(problem, extent=tuple(extent + 24 for extent in problem.extent))
+    for dtype in DTYPES:
+        assert plan_of(operation, problem, dtype).defines == plan_of(operation, larger, dtype).defines
+
+
+@pytest.mark.parametrize(
+    ("operation", "problem", "dtype", "precision", "kernel"),
+    [
+        ("correlate", FIXED["kb61"], "float32", None, "correlate_gemm"),
+        ("correlate", FIXED["kb61"], "float32", "ieee", "correlate"),
+        ("correlate", FIXED["kb61"], "float64", None, "correlate"),
+        ("correlate", FIXED["kb73"], "bfloat16", None, "correlate_gemm"),
+        ("correlate", FIXED["depthwise"], "float16", None, "correlate_few_channels"),
+        ("weight_gradient", FIXED["kb61"], "float32", None, "weight_gradient_gemm"),
+        ("weight_gradient", FIXED["kb61"], "float32", "ieee", "weight_gradient"),
+        ("weight_gradient", FIXED["vocoder_1d"], "float16", None, "weight_gradient_gemm"),
+        ("weight_gradient", FIXED["depthwise"], "bfloat16", None, "weight_gradient"),
+    ],
+)
+def test_choice(operation: str, problem: Problem, dtype: str, precision: str | None, kernel: str) -> None:
+    plan = plan_of(operation, problem, dtype, precision)
+    assert plan.kernel == kernel
+    assert plan.refused
+
+
+def test_refusals_say_why() -> None:
+    geometry = geometry_of(FIXED["kb61"])
+    for family, dtype, device, reason in (
+        (plan_correlate_gemm, "float64", DEVICES[90], "computes in float16, bfloat16 and TF32, not in float64"),
+        (
+            plan_weight_gradient_gemm,
+            "float32",
+            Device(75, 40, 65536),
+            "needs compute capability 8.0, the device has 7.5",
+        ),
+        (plan_correlate_few_channels, "float32", DEVICES[90], "serves at most 4 channels"),
+    ):
+        refusal = family(geometry, dtype, layout_of(geometry), DEFAULT[dtype], device)
+        assert isinstance(refusal, Refusal)
+        assert reason in refusal.reason
+
+
+def test_parts_fill_the_device_and_no_more() -> None:
+    large = case((8, 48, 64, 64, 64), 48, 3)
+    for family in (plan_weight_gradient, plan_weight_gradient_gemm):
+        geometry = geometry_of(large)
+        plan = family(geometry, "float32", layout_of(geometry), "tf32x3", DEVICES[90])
+        assert isinstance(plan, Plan)
+        parts = plan.problem[PARTS]
+        assert parts > 1
+        assert plan.grid % parts == 0
+        assert plan.workspace_bytes == 4 * plan.sums * parts
+        assert 132 <= plan.grid <= 132 * 64
+    tiny = plan_of("weight_gradient", case((1, 16, 2, 2, 2), 16, 3))
+    assert tiny.problem[PARTS] == 1
+    assert tiny.workspace_bytes == tiny.sums == 0
+
+
+def test_weights_that_fill_the_workspace_are_written_directly() -> None:
+    plan = plan_of("weight_gradient", case((64, 4096, 8, 8), 4096, 3, padding=1))
+    assert plan.workspace_bytes == 0
+    assert plan.problem[PARTS] == 1
+
+
+def test_workspace_stays_within_its_bound() -> None:
+    for channels in (32, 256, 512):
+        plan = plan_of("weight_gradient", case((64, channels, 16, 16, 16), channels, 3, padding=1), "bfloat16")
+        assert 0 < plan.workspace_bytes <= MAX_WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_large_arrays_and_far_positions_take_64_bits(family: object) -> None:
+    def index64(problem: Problem) -> int:
+        geometry = geometry_of(problem)
+        plan = family(geometry, "float16", layout_of(geometry), None, DEVICES[90])
+        assert isinstance(plan, Plan), plan
+        return dict(plan.defines)["INDEX64"]
+
+    assert index64(case((1, 4, 64, 64, 64), 4, 2, 2)) == 0
+    assert index64(case((1, 4, 820, 820, 820), 4, 2, 2)) == 1
+    # A stride along W that takes positions beyond the array far past 2**31, while every offset in it is small.
+    assert index64(case((1, 4, 3, 3), 4, (2, 1), (1, 2**30), padding=(0, 2**30 - 1))) == 1
+
+
+def geometry_and_layout(problem: Problem, x_last: bool, y_last: bool) -> tuple[Geometry, Layout]:
+    g = geometry_of(problem)
+    x, y = (channels_last if last else contiguous for last in (x_last, y_last))
+    layout = Layout(
+        x=x((g.n, g.c_in, *g.x_extent)),
+        weight=contiguous((g.c_in, g.c_out_per_group, *g.kernel)),
+        bias=1,
+        out=y((g.n, g.c_out, *g.out_extent)),
+    )
+    return g, layout
+
+
+@pytest.mark.parametrize("x_last", [False, True])
+@pytest.mark.parametrize("y_last", [False, True])
+def test_layouts_are_told_apart(x_last: bool, y_last: bool) -> None:
+    geometry, layout = geometry_and_layout(FIXED["unet_k3s2"], x_last, y_last)
+    weight = dict(plan_weight_gradient_gemm(geometry, "float16", layout, None, DEVICES[90]).defines)
+    assert (weight["X_CHANNELS_LAST"], weight["Y_CHANNELS_LAST"]) == (x_last, y_last)
+    correlate = dict(plan_correlate_gemm(geometry, "float16", layout, None, DEVICES[90]).defines)
+    assert (correlate["OUT_CHANNELS_LAST"], correlate["Y_CHANNELS_LAST"]) == (x_last, y_last)
+
+
+def test_grid_covers_every_weight() -> None:
+    for problem in FIXED.values():
+        plan = plan_of("weight_gradient", problem)
+        geometry = geometry_of(problem)
+        assert plan.grid // plan.problem[PARTS] * plan.block >= 1
+        if plan.sums:
+            assert plan.sums >= geometry.c_in * geometry.c_out_per_group * prod(geometry.kernel)
