@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from cuconvt.bench.command import add_command as add_bench
+from cuconvt.tune import add_command as add_tune
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -17,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     info = commands.add_parser("info", help="print versions, GPUs, folders and what is missing")
     info.set_defaults(run=_info)
     add_bench(commands)
+    add_tune(commands)
     options = parser.parse_args(arguments)
     options.run(options)
 
