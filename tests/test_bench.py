@@ -6,26 +6,54 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from bare import link_numpy, run_python
+from described import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuconvt
+import cuconvt.grad
 from cuconvt.__main__ import main
-from cuconvt.bench.cases import CASES, KERNELBENCH_3D, PRECISIONS, Case, landing, parse_case, unique
+from cuconvt.bench.cases import (
+    CASES,
+    GRADIENTS,
+    KERNELBENCH_3D,
+    OPERANDS,
+    PRECISIONS,
+    RESULT,
+    Case,
+    landing,
+    parse_case,
+    unique,
+)
 from cuconvt.bench.command import progress
 from cuconvt.bench.floats import rounded, widened
 from cuconvt.bench.plot import write_plots
-from cuconvt.bench.reference import compare, exact, make_patches, spans
+from cuconvt.bench.reference import (
+    Patch,
+    compare,
+    exact,
+    make_input_patches,
+    make_patches,
+    make_weight_patches,
+    spans,
+)
 from cuconvt.bench.report import BEGIN, END, insert, readme_table, table
 from cuconvt.bench.result import Ceilings, Cell, Mean, Result, Times, load, means, save
+
+if TYPE_CHECKING:
+    from cuconvt.bench.measure import Settings
 
 ROOT = Path(__file__).parent.parent
 small = st.integers(1, 4)
@@ -51,6 +79,26 @@ def draw_arrays(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     rng = np.random.default_rng(0)
     bias = rng.standard_normal(case.c_out) if case.bias else None
     return rng.standard_normal(case.x), rng.standard_normal(case.weight), bias
+
+
+def compute(case: Case, operation: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Call cuconvt as a user would: the benchmark's own way to its functions needs CuPy."""
+    name = f"conv_transpose{case.rank}d"
+    if operation == "grad_input":
+        return getattr(cuconvt.grad, f"{name}_input")(case.x, arrays["weight"], arrays["y"], **case.parameters)
+    if operation == "grad_weight":
+        return getattr(cuconvt.grad, f"{name}_weight")(arrays["x"], case.weight, arrays["y"], **case.parameters)
+    return getattr(cuconvt, name)(arrays["x"], arrays["weight"], **case.parameters)
+
+
+def draw_operands(case: Case, operation: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {role: rng.standard_normal(case.shapes[role]) for role in OPERANDS[operation]}
+
+
+def gradient_patches(case: Case, operation: str, arrays: dict[str, np.ndarray], *limit: int) -> list[Patch]:
+    make = make_input_patches if operation == "grad_input" else make_weight_patches
+    return make(np, case, *(arrays[role] for role in sorted(arrays, key=["x", "y", "weight"].index)), *limit)
 
 
 def convolve(case: Case, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
@@ -82,6 +130,19 @@ def test_bytes_count_every_array_once(case: Case, itemsize: int) -> None:
     x, weight, bias = draw_arrays(case)
     arrays = [x, weight, convolve(case, x, weight, bias), *([] if bias is None else [bias])]
     assert case.bytes(itemsize) == itemsize * sum(array.size for array in arrays)
+    for operation in GRADIENTS:
+        assert case.bytes(itemsize, operation) == itemsize * sum(array.size for array in arrays[:3])
+
+
+@given(cases())
+def test_terms_are_what_a_whole_result_of_ones_adds_up_to(case: Case) -> None:
+    whole = replace(case, padding=(0,) * case.rank)
+    for operation, result in RESULT.items():
+        ones = {role: np.ones(shape) for role, shape in whole.shapes.items() if role != result}
+        largest = compute(whole, operation, ones).max()
+        assert largest <= whole.terms(operation)
+        if operation != "forward":  # where outputs overlap partly, no output may have all terms
+            assert largest == whole.terms(operation)
 
 
 def test_landing_counts_nothing_outside() -> None:
@@ -182,11 +243,54 @@ def test_exact_of_some_planes_is_that_of_all(case: Case, data: st.DataObject) ->
 
 def test_large_results_are_compared_at_both_ends_and_in_the_middle() -> None:
     case = parse_case("4x1x100x10:1:k1")
-    assert spans(case, 4000) == [(sample, (0, 100)) for sample in range(4)]
+    assert spans(case.out, 4000) == [(sample, (0, 100)) for sample in range(4)]
     thirds = [(0, 10), (45, 55), (90, 100)]
-    assert spans(case, 600) == [(sample, span) for sample in (0, 3) for span in thirds]
-    assert spans(case, 3999) == [(0, (0, 100)), (3, (0, 100))]
-    assert spans(parse_case("1x1x100x10:1:k1"), 300) == [(0, span) for span in thirds]
+    assert spans(case.out, 600) == [(sample, span) for sample in (0, 3) for span in thirds]
+    assert spans(case.out, 3999) == [(0, (0, 100)), (3, (0, 100))]
+    assert spans((1, 1, 100, 10), 300) == [(0, span) for span in thirds]
+
+
+@pytest.mark.parametrize("operation", GRADIENTS)
+@given(case=cases())
+@settings(max_examples=50)
+def test_exact_gradients_agree_with_numpys_backend(operation: str, case: Case) -> None:
+    arrays = draw_operands(case, operation)
+    accuracy = compare(np, compute(case, operation, arrays), gradient_patches(case, operation, arrays))
+    assert accuracy.finite
+    assert accuracy.scaled <= PRECISIONS["float64"].allowed(case, operation)
+
+
+@pytest.mark.parametrize("operation", GRADIENTS)
+@given(case=cases(), limit=st.integers(1, 200))
+@settings(max_examples=50)
+def test_large_gradients_are_computed_in_slabs(operation: str, case: Case, limit: int) -> None:
+    arrays = draw_operands(case, operation)
+    (whole, *_), patches = (gradient_patches(case, operation, arrays, *most) for most in ((), (limit,)))
+    np.testing.assert_allclose(patches[0].value, whole.value[:, slice(*patches[0].span)], rtol=1e-12, atol=1e-12)
+    assert compare(np, compute(case, operation, arrays), patches).scaled <= PRECISIONS["float64"].allowed(
+        case, operation
+    )
+
+
+@pytest.mark.parametrize("operation", GRADIENTS)
+@pytest.mark.parametrize("name", ["ieee", "tf32", "bfloat16"])
+def test_one_missing_sample_of_a_large_gradient_is_found(operation: str, name: str) -> None:
+    case = parse_case("4x3x40x40:5:k3")
+    arrays = draw_operands(case, operation)
+    patches = gradient_patches(case, operation, arrays)
+    arrays["y"][0] = 0
+    accuracy = compare(np, compute(case, operation, arrays), patches)
+    assert accuracy.scaled > 8 * PRECISIONS[name].allowed(case, operation)
+
+
+def test_more_terms_are_allowed_a_larger_error() -> None:
+    small, large = (parse_case(f"{n}x3x40x40:5:k3") for n in (1, 100))
+    for precision in PRECISIONS.values():
+        for case in (small, large):
+            assert precision.allowed(case, "forward") == precision.tolerance
+            assert precision.allowed(case, "grad_input") > 4 * precision.tolerance
+        assert precision.allowed(large, "grad_weight") > precision.allowed(small, "grad_weight")
+        assert precision.allowed(large, "grad_input") == precision.allowed(small, "grad_input")
 
 
 @pytest.mark.parametrize("value", [1e-6, math.nan, math.inf])
@@ -286,6 +390,8 @@ def test_floor_is_the_larger_bound() -> None:
     ceilings = Ceilings(1e12, {"tf32": 1e14})
     assert ceilings.floor_ms(10**11, 10**10, "tf32", 1) == pytest.approx(10)
     assert ceilings.floor_ms(10**12, 10**9, "tf32", 3) == pytest.approx(30)
+    assert ceilings.bound(10**11, 10**10, "tf32", 1) == "memory"
+    assert ceilings.bound(10**12, 10**9, "tf32", 3) == "arithmetic"
 
 
 def test_figures_follow_from_the_measured_ones() -> None:
@@ -302,9 +408,9 @@ def test_means_are_geometric_and_by_precision_and_layout() -> None:
     cells = make_result().cells[:2]
     faster = replace(cells[0], case="tiny", time=replace(cells[0].time, median=cells[0].time.median / 4))
     found = means([*cells, faster])
-    assert found["tf32x3", "NCDHW"] == (Mean(pytest.approx(2), 1), Mean(pytest.approx(4), 2))
-    assert found["tf32x3", "NDHWC"] == (Mean(pytest.approx(2), 1), Mean(pytest.approx(2), 1))
-    assert means(make_result().cells[3:4]) == {("bfloat16", "NDHWC"): (None, None)}
+    assert found["forward", "tf32x3", "NCDHW"] == (Mean(pytest.approx(2), 1), Mean(pytest.approx(4), 2))
+    assert found["forward", "tf32x3", "NDHWC"] == (Mean(pytest.approx(2), 1), Mean(pytest.approx(2), 1))
+    assert means(make_result().cells[3:4]) == {("forward", "bfloat16", "NDHWC"): (None, None)}
 
 
 def test_result_survives_json(tmp_path: Path) -> None:
@@ -333,7 +439,35 @@ def test_table_shows_every_cell_and_no_time_of_a_wrong_one() -> None:
     assert "tiny tf32x3 NCDHW: host time a call 12.5 us, torch 54.0 us" in lines
     ends = {row.rindex("1.5") for row in rows}
     assert len(ends) == 1, "the columns are not aligned"
-    assert lines[-1].split() == ["bfloat16", "NDHWC", "2.00", "(1)"]
+    assert lines[-1].split() == ["forward", "bfloat16", "NDHWC", "2.00", "(1)"]
+
+
+def test_gradients_have_rows_and_means_of_their_own(tmp_path: Path) -> None:
+    result = make_result()
+    for operation, slower in zip(GRADIENTS, (1, 4), strict=True):
+        for cell in result.cells[:1]:
+            time = replace(cell.time, median=slower * cell.time.median)
+            result.cells.append(replace(cell, operation=operation, bound="memory", time=time))
+    save(result, tmp_path / "run.json")
+    assert load(tmp_path / "run.json") == result
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert [mean["operation"] for mean in content["geometric_means"]][-2:] == list(GRADIENTS)
+    lines = table(result).splitlines()
+    assert len([line for line in lines if line.startswith("kb61 grad_weight  tf32x3") and " memory " in line]) == 1
+    assert lines[-1].split() == ["grad_weight", "tf32x3", "NCDHW", "0.50", "(1)", "0.50", "(1)"]
+    lines = readme_table(result).splitlines()
+    assert "| geometric mean, KernelBench 3-D, grad_input | 2.00x |  |" in lines
+    assert "| geometric mean, all, grad_weight | 0.50x |  |" in lines
+    assert sum(line.startswith("| kb61") for line in lines) == 3
+
+
+def test_records_from_before_the_gradients_are_forwards(tmp_path: Path) -> None:
+    save(make_result(), tmp_path / "run.json")
+    content = json.loads((tmp_path / "run.json").read_text())
+    for cell in content["cells"]:
+        del cell["operation"], cell["bound"]
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    assert load(tmp_path / "run.json") == make_result()
 
 
 def test_table_of_a_run_cut_short() -> None:
@@ -391,6 +525,97 @@ def test_no_bars_without_pytorch(tmp_path: Path) -> None:
     result = make_result()
     result.cells[:] = [replace(cell, torch_times={}) for cell in result.cells]
     assert [path.name for path in write_plots(result, tmp_path / "run.png")] == ["run-roofline.png"]
+
+
+# Measuring, with NumPy and PyTorch on the CPU in place of the GPU
+
+
+class FakeTimer:
+    def interleaved(self, ours: dict, theirs: dict, repeat: int | None) -> dict:
+        for run in (*ours.values(), *theirs.values()):
+            run()
+        return dict.fromkeys([*ours, *theirs], Times(1.0, 1.0, 1.0, 1))
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, Settings]:
+    """Return `cuconvt.bench.measure` over NumPy arrays, and settings without PyTorch."""
+    pytest.importorskip("cupy")
+    from cuconvt.bench import cuconvt_side, measure
+
+    device = SimpleNamespace(id=0, mem_info=(2**34, 2**34))
+    fake = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device))
+    for name in ("moveaxis", "ascontiguousarray", "full", "maximum", "isfinite", "square", "zeros", "matmul"):
+        setattr(fake, name, getattr(np, name))
+    for module in (measure, cuconvt_side):
+        monkeypatch.setattr(module, "cupy", fake)
+    monkeypatch.setattr(cuconvt_side, "device_properties", lambda index: DEVICES[90])
+    monkeypatch.setattr(measure, "extra_bytes", lambda run: 0)
+    monkeypatch.setattr(measure, "host_us", lambda run: 1.0)
+    return measure, measure.Settings(list(OPERANDS), [], [], ["NCDHW", "NDHWC"], None, None, 0)
+
+
+def measure_on_cpu(measure: ModuleType, settings: Settings, case: Case, operation: str, name: str) -> list[Cell]:
+    result = Result({}, Ceilings(4e12, dict.fromkeys(("float32", "tf32", "float16", "bfloat16", "float64"), 1e14)))
+    rng, precision = np.random.default_rng(0), PRECISIONS[name]
+    cells = measure._measure_dtype(settings, FakeTimer(), result, rng, case, operation, precision.dtype, [precision])
+    return list(cells)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("text", ["2x4x3x4x5:6:k3:s2:p1:op1:g2:bias", "3x4x5x6:2:k2x3:d2", "2x3x7:4:k4:s3:p1"])
+@pytest.mark.parametrize("operation", OPERANDS)
+def test_every_operation_is_checked_in_every_layout(on_cpu: Any, operation: str, text: str, name: str) -> None:
+    case = parse_case(text)
+    cells = measure_on_cpu(*on_cpu, case, operation, name)
+    assert [(cell.layout, cell.status, cell.problem) for cell in cells] == [("NCDHW", "ok", ""), ("NDHWC", "ok", "")]
+    for cell in cells:
+        assert (cell.operation, cell.flops) == (operation, case.flops)
+        assert cell.bytes == case.bytes(PRECISIONS[name].itemsize, operation)
+        assert cell.kernel
+        assert cell.time
+        assert cell.bound
+
+
+@pytest.mark.parametrize("operation", OPERANDS)
+def test_a_wrong_result_is_not_timed(on_cpu: Any, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, settings = on_cpu
+
+    def make_call(*arguments: Any) -> Callable[..., Any]:
+        call = right(*arguments)
+
+        def run(out: Any = None) -> Any:
+            out = call(out=out)
+            out.flat[-1] *= 1.5
+            return out
+
+        return run
+
+    right = measure.cuconvt_side.make_call
+    monkeypatch.setattr(measure.cuconvt_side, "make_call", make_call)
+    for cell in measure_on_cpu(measure, settings, parse_case("2x4x3x4x5:6:k3:s2:p1"), operation, "ieee"):
+        assert (cell.status, cell.time) == ("wrong", None)
+        assert re.match("largest error .* of the (sum of magnitudes|root of the sum of squares), allowed", cell.problem)
+
+
+@pytest.mark.parametrize("name", ["ieee", "bfloat16", "float64"])
+@pytest.mark.parametrize("text", ["2x4x3x4x5:6:k3:s2:p1:op1:g2", "3x4x5x6:2:k2x3:d2", "2x3x7:4:k4:s3:p1"])
+@pytest.mark.parametrize("operation", OPERANDS)
+def test_pytorch_computes_the_same(
+    on_cpu: Any, operation: str, text: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from cuconvt.bench import torch_side
+
+    measure, settings = on_cpu
+    monkeypatch.setattr(torch_side, "cupy", np)
+    monkeypatch.setattr(torch_side, "extra_bytes", lambda run: 0)
+    case, precision = parse_case(text), PRECISIONS[name]
+    settings = replace(settings, torch_side=torch_side)
+    for cell in measure_on_cpu(measure, settings, case, operation, name):
+        assert cell.torch_problem == ""
+        assert set(cell.torch_times) == {"NCDHW", "NDHWC"}
+        assert cell.torch_error <= 64 * precision.tolerance
 
 
 # The command
@@ -477,3 +702,25 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             assert set(cell.torch_times) == {"NCDHW", "NDHWC"}
             assert cell.torch_host_us > 0
     assert "tiny" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_a_small_run_of_the_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    cases = ["tiny", "2x8x20x24:4:k3:s2:g4"]
+    names = ["tf32x3", "bfloat16"]
+    main(["bench", "--grad", "--cases", *cases, "--precision", *names, "--repeat", "3", "--json", str(file)])
+    result = load(file)
+    keys = {(cell.case, cell.operation, cell.precision, cell.layout) for cell in result.cells}
+    assert keys == set(itertools.product(cases, GRADIENTS, names, ("NCDHW", "NDHWC")))
+    assert len(keys) == len(result.cells)
+    for cell in result.cells:
+        assert (cell.status, cell.problem) == ("ok", "")
+        assert cell.kernel
+        assert cell.time.repeats == 3
+        assert 0 < cell.floor_ms < cell.time.median < 10
+        assert 0 <= cell.scaled_error <= PRECISIONS[cell.precision].allowed(parse_case(cell.case), cell.operation)
+        if result.machine["torch"]:
+            assert set(cell.torch_times) == {"NCDHW", "NDHWC"}
+            assert cell.torch_problem == ""
+    assert "tiny grad_weight" in capsys.readouterr().out

@@ -12,6 +12,10 @@ from cuconvt.geometry import Geometry, make_geometry, normalise
 Ints = tuple[int, ...]
 LAYOUTS = ("NCDHW", "NDHWC")  # of x and the result; for one or two spatial axes their analogues
 KERNELBENCH_3D = ("kb58", "kb61", "kb70", "kb72", "kb73", "kb77")
+# What is computed from what: x, the weight, and y, which is the forward's result and the gradients' grad_output.
+OPERANDS = {"forward": ("x", "weight"), "grad_input": ("y", "weight"), "grad_weight": ("x", "y")}
+RESULT = {"forward": "y", "grad_input": "x", "grad_weight": "weight"}
+GRADIENTS = ("grad_input", "grad_weight")
 SMALL_BYTES = 2**20  # below it the host's time for a call counts for more than the GPU's
 
 
@@ -76,14 +80,27 @@ class Case:
         return self.geometry.out_shape
 
     @property
+    def shapes(self) -> dict[str, Ints]:
+        """The shapes of x, weight and y; each operation computes one from the other two."""
+        return {"x": self.x, "weight": self.weight, "y": self.out}
+
+    def terms(self, operation: str) -> int:
+        """The most products that add up to one number of an operation's result."""
+        if operation == "grad_weight":
+            return self.x[0] * prod(self.x[2:])
+        channels = self.x[1] if operation == "forward" else self.c_out
+        return channels // self.groups * prod(self.kernel)
+
+    @property
     def flops(self) -> int:
-        """Twice the multiply-adds that land inside the output."""
+        """Twice the multiply-adds that land inside the output; the same in every operation."""
         axes = zip(self.x[2:], self.out[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return 2 * prod(landing(*axis) for axis in axes) * self.x[0] * self.x[1] * (self.c_out // self.groups)
 
-    def bytes(self, itemsize: int) -> int:
-        """Bytes of x, weight, bias and result, each moved once."""
-        return itemsize * (prod(self.x) + prod(self.weight) + prod(self.out) + self.c_out * self.bias)
+    def bytes(self, itemsize: int, operation: str = "forward") -> int:
+        """Bytes of x, weight and y, each moved once, and of the bias, which the forward alone reads."""
+        bias = self.c_out * self.bias if operation == "forward" else 0
+        return itemsize * (sum(map(prod, self.shapes.values())) + bias)
 
     @property
     def is_small(self) -> bool:
@@ -136,6 +153,19 @@ class Precision:
     def smallest(self) -> float:
         """The smallest positive number of the dtype; only float16's matters."""
         return 2.0**-24 if self.dtype == "float16" else 0.0
+
+    def allowed(self, case: Case, operation: str) -> float:
+        """Return the largest error allowed, relative to what `cuconvt.bench.reference` compares it with.
+
+        The forward's is `tolerance`. A gradient may add up a million terms, beside the sum of whose magnitudes even
+        a result of zeros would pass: its error is relative to the root of the sum of their squares, like which random
+        terms and their roundings add up. Four times `tolerance` covers the roundings of operands and result, and the
+        rest is five standard deviations of the error of adding all terms one after the other.
+        """
+        if operation == "forward":
+            return self.tolerance
+        unit = 2.0**-53 if self.dtype == "float64" else 2.0**-24
+        return 4 * self.tolerance + 2 * unit * case.terms(operation) ** 0.5
 
 
 PRECISIONS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cuconvt.bench.cases import CASES, DEFAULT_PRECISIONS, LAYOUTS, PRECISIONS, Case, parse_case, unique
+from cuconvt.bench.cases import CASES, DEFAULT_PRECISIONS, GRADIENTS, LAYOUTS, PRECISIONS, Case, parse_case, unique
 from cuconvt.bench.plot import require_matplotlib, write_plots
 from cuconvt.bench.report import table
 from cuconvt.bench.result import Cell, Result, save
@@ -26,26 +26,36 @@ def add_command(commands: Any) -> None:
         help="measure cuconvt on a GPU, beside PyTorch and the hardware's floor",
         description="Checks every result against float64, then measures time and memory on the current GPU.",
     )
+    add_problem_options(bench, list(CASES.values()))
     bench.add_argument(
-        "--cases",
-        nargs="+",
-        type=_case,
-        default=list(CASES.values()),
-        metavar="CASE",
-        help=f"names ({', '.join(CASES)}) or parameters, say 8x48x64x64x64:48:k3:s2:p1:op1:g1:d1:bias; default: all",
+        "--grad", action="store_true", help="measure the gradients of the input and of the weight, not the forward"
     )
-    bench.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(DEFAULT_PRECISIONS), metavar="NAME")
-    bench.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of x and the result")
     bench.add_argument(
         "--against", choices=("torch", "none"), help="what to compare with; default: torch where it is installed"
     )
-    bench.add_argument("--repeat", type=_positive, metavar="N", help="repeats of each call; default: by its duration")
+    bench.add_argument("--repeat", type=positive, metavar="N", help="repeats of each call; default: by its duration")
     bench.add_argument("--seed", type=int, help="of the random inputs; default: a new one each run")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
     bench.add_argument(
         "--plot", type=Path, metavar="FILE", help="write FILE with -roofline and -bars before its suffix"
     )
     bench.set_defaults(run=run)
+
+
+def add_problem_options(parser: argparse.ArgumentParser, cases: list[Case] | None) -> None:
+    """Add the options that choose cases, precisions and layouts; `cases` is the default, None for none."""
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        type=_case,
+        default=cases,
+        required=cases is None,
+        metavar="CASE",
+        help=f"names ({', '.join(CASES)}) or parameters, say 8x48x64x64x64:48:k3:s2:p1:op1:g1:d1:bias"
+        + ("; default: all" if cases else ""),
+    )
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(DEFAULT_PRECISIONS), metavar="NAME")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of x and the result")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -61,6 +71,7 @@ def run(options: argparse.Namespace) -> None:
         if options.plot:
             require_matplotlib()
         require_gpu()
+        require_cublas()
         torch_side = _torch_side(options.against)
     except MissingDependencyError as error:
         sys.exit(f"bench: {error}")
@@ -68,6 +79,7 @@ def run(options: argparse.Namespace) -> None:
     from cuconvt.bench.measure import Settings, measure
 
     settings = Settings(
+        operations=GRADIENTS if options.grad else ("forward",),
         cases=cases,
         precisions=[PRECISIONS[name] for name in dict.fromkeys(options.precision)],
         layouts=list(dict.fromkeys(options.layout)),
@@ -87,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def require_gpu() -> None:
-    """Raise MissingDependencyError unless CuPy is installed, sees a GPU, and has cuBLAS."""
+    """Raise MissingDependencyError unless CuPy is installed and sees a GPU."""
     try:
         import cupy
     except ImportError as error:
@@ -100,6 +112,12 @@ def require_gpu() -> None:
         raise MissingDependencyError(f"measuring needs an NVIDIA GPU, and CuPy finds none: {error}") from error
     if not count:
         raise MissingDependencyError("measuring needs an NVIDIA GPU, and the driver lists none")
+
+
+def require_cublas() -> None:
+    """Raise MissingDependencyError unless CuPy, which must be there, finds cuBLAS."""
+    import cupy
+
     try:
         _ = cupy.cuda.cublas.gemmEx
     except ImportError as error:
@@ -128,36 +146,36 @@ def _torch_side(against: str | None) -> ModuleType | None:
 
 
 @contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[Cell], None]]:
-    """Show how many cells are done on stderr: a bar where tqdm is installed, else a line that counts."""
+def progress(total: int, unit: str = "cell") -> Iterator[Callable[[object], None]]:
+    """Show what is done and how much of it on stderr: a bar where tqdm is installed, else a line that counts."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield _counter(total)
         print(file=sys.stderr)
         return
-    with tqdm(total=total, unit="cell", file=sys.stderr) as bar:
+    with tqdm(total=total, unit=unit, file=sys.stderr) as bar:
 
-        def advance(cell: Cell) -> None:
-            bar.set_postfix_str(_name(cell), refresh=False)
+        def advance(done: object) -> None:
+            bar.set_postfix_str(_name(done), refresh=False)
             bar.update()
 
         yield advance
 
 
-def _counter(total: int) -> Callable[[Cell], None]:
+def _counter(total: int) -> Callable[[object], None]:
     count = 0
 
-    def advance(cell: Cell) -> None:
+    def advance(done: object) -> None:
         nonlocal count
         count += 1
-        print(f"\r{count}/{total} {_name(cell):<60}", end="", file=sys.stderr, flush=True)
+        print(f"\r{count}/{total} {_name(done):<60}", end="", file=sys.stderr, flush=True)
 
     return advance
 
 
-def _name(cell: Cell) -> str:
-    return f"{cell.case} {cell.precision} {cell.layout}"
+def _name(done: object) -> str:
+    return f"{done.label} {done.precision} {done.layout}" if isinstance(done, Cell) else str(done)
 
 
 def _hand_over(result: Result, json: Path | None, plot: Path | None) -> None:
@@ -176,7 +194,7 @@ def _case(text: str) -> Case:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
     return int(text)

@@ -16,16 +16,22 @@ import cupy
 import numpy as np
 
 import cuconvt
-from cuconvt.bench.cases import LAYOUTS, Case, Precision
+from cuconvt.bench import cuconvt_side
+from cuconvt.bench.cases import LAYOUTS, OPERANDS, RESULT, Case, Precision
 from cuconvt.bench.ceilings import PRODUCTS, measure_ceilings
 from cuconvt.bench.floats import numpy_dtype, rounded, widened
-from cuconvt.bench.reference import MAX_ELEMENTS, Patch, compare, make_patches
+from cuconvt.bench.reference import (
+    MAX_ELEMENTS,
+    Patch,
+    compare,
+    make_input_patches,
+    make_patches,
+    make_weight_patches,
+)
 from cuconvt.bench.result import Ceilings, Cell, Result, Times
 from cuconvt.bench.timing import Run, Timer, extra_bytes, host_us
 from cuconvt.compile import nvrtc_version
-from cuconvt.cuda import device_properties
 from cuconvt.errors import CompileError
-from cuconvt.plan import Layout, make_plan
 
 OutOfMemoryError = cupy.cuda.memory.OutOfMemoryError
 Contestant = tuple[str, str]  # "cuconvt" or "torch", and the layout
@@ -37,7 +43,7 @@ class Settings:
 
     Attributes
     ----------
-    cases, precisions, layouts
+    operations, cases, precisions, layouts
     torch_side : module or None
         `cuconvt.bench.torch_side`, to compare with PyTorch.
     repeat : int or None
@@ -46,6 +52,7 @@ class Settings:
         Of the random inputs.
     """
 
+    operations: Sequence[str]
     cases: Sequence[Case]
     precisions: Sequence[Precision]
     layouts: Sequence[str]
@@ -55,7 +62,7 @@ class Settings:
 
     @property
     def cells(self) -> int:
-        return len(self.cases) * len(self.precisions) * len(self.layouts)
+        return len(self.operations) * len(self.cases) * len(self.precisions) * len(self.layouts)
 
 
 def measure(settings: Settings, begun: Callable[[Result], None], done: Callable[[Cell], None]) -> None:
@@ -72,29 +79,38 @@ def measure(settings: Settings, begun: Callable[[Result], None], done: Callable[
         for case in settings.cases:
             for dtype in dict.fromkeys(precision.dtype for precision in settings.precisions):
                 precisions = [precision for precision in settings.precisions if precision.dtype == dtype]
-                for cell in _measure_dtype(settings, timer, result, rng, case, dtype, precisions):
-                    result.cells.append(cell)
-                    done(cell)
-                _release(settings)
+                for operation in settings.operations:
+                    for cell in _measure_dtype(settings, timer, result, rng, case, operation, dtype, precisions):
+                        result.cells.append(cell)
+                        done(cell)
+                    _release(settings)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arrays of a case in one dtype, and parts of the exact result."""
+    """The operands of an operation by their roles, with "bias" for the forward, in one dtype; parts of the result."""
 
-    x: Any
-    weight: Any
-    bias: Any
+    operation: str
+    arrays: dict[str, Any]
     patches: list[Patch]
 
 
 def _measure_dtype(
-    settings: Settings, timer: Timer, result: Result, rng: Any, case: Case, dtype: str, precisions: list[Precision]
+    settings: Settings,
+    timer: Timer,
+    result: Result,
+    rng: Any,
+    case: Case,
+    operation: str,
+    dtype: str,
+    precisions: list[Precision],
 ) -> Iterator[Cell]:
     """Measure the precisions of one dtype, which share inputs and exact result."""
-    blanks = {p.name: [_blank(case, p, layout, result.ceilings) for layout in settings.layouts] for p in precisions}
+    blanks = {
+        p.name: [_blank(case, operation, p, layout, result.ceilings) for layout in settings.layouts] for p in precisions
+    }
     try:
-        inputs = _draw(rng, case, dtype)
+        inputs = _draw(rng, case, operation, dtype)
     except OutOfMemoryError as error:
         for blank in (blank for of_precision in blanks.values() for blank in of_precision):
             yield replace(blank, status="failed", problem=f"inputs and exact result: {error}")
@@ -103,23 +119,32 @@ def _measure_dtype(
         yield from _measure_precision(settings, timer, case, precision, inputs, blanks[precision.name])
 
 
-def _blank(case: Case, precision: Precision, layout: str, ceilings: Ceilings) -> Cell:
-    flops, moved = case.flops, case.bytes(precision.itemsize)
-    floor = ceilings.floor_ms(flops, moved, precision.ceiling, precision.products)
-    return Cell(case.name, precision.name, layout, flops, moved, floor)
+def _blank(case: Case, operation: str, precision: Precision, layout: str, ceilings: Ceilings) -> Cell:
+    flops, moved = case.flops, case.bytes(precision.itemsize, operation)
+    limits = (flops, moved, precision.ceiling, precision.products)
+    floor, bound = ceilings.floor_ms(*limits), ceilings.bound(*limits)
+    return Cell(case.name, precision.name, layout, flops, moved, floor, operation, bound)
 
 
-def _draw(rng: Any, case: Case, dtype: str) -> Inputs:
+def _draw(rng: Any, case: Case, operation: str, dtype: str) -> Inputs:
     drawn = np.float64 if dtype == "float64" else np.float32
-    x, weight = (rng.standard_normal(shape, dtype=drawn) for shape in (case.x, case.weight))
+    first, second = OPERANDS[operation]
+    arrays = {role: rng.standard_normal(case.shapes[role], dtype=drawn) for role in (first, second)}
     # Outputs of about unit size, far from the limits of float16.
-    weight *= drawn((2 * prod(case.out) / max(1, case.flops)) ** 0.5)
-    bias = rng.standard_normal((case.c_out,), dtype=drawn) if case.bias else None
-    x, weight, bias = (None if array is None else rounded(array, dtype) for array in (x, weight, bias))
+    arrays[second] *= drawn((2 * prod(case.shapes[RESULT[operation]]) / max(1, case.flops)) ** 0.5)
+    if case.bias and operation == "forward":
+        arrays["bias"] = rng.standard_normal((case.c_out,), dtype=drawn)
+    arrays = {role: rounded(array, dtype) for role, array in arrays.items()}
     free, _ = cupy.cuda.Device().mem_info
-    wide = [None if array is None else widened(array) for array in (x, weight, bias)]
-    patches = make_patches(cupy, case, wide[0], wide[1], wide[2], min(MAX_ELEMENTS, free // 64))
-    return Inputs(x, weight, bias, patches)
+    wide = {role: widened(array) for role, array in arrays.items()}
+    most = min(MAX_ELEMENTS, free // 64)
+    if operation == "grad_input":
+        patches = make_input_patches(cupy, case, wide["y"], wide["weight"], most)
+    elif operation == "grad_weight":
+        patches = make_weight_patches(cupy, case, wide["x"], wide["y"], most)
+    else:
+        patches = make_patches(cupy, case, wide["x"], wide["weight"], wide.get("bias"), most)
+    return Inputs(operation, arrays, patches)
 
 
 def _measure_precision(
@@ -129,8 +154,7 @@ def _measure_precision(
     cells: dict[str, Cell] = {}
     ours: dict[Contestant, Run] = {}
     for blank in blanks:
-        x = in_layout(inputs.x, blank.layout)
-        cells[blank.layout], run = _check(blank, case, precision, inputs, x)
+        cells[blank.layout], run = _check(blank, case, precision, inputs)
         if run is not None:
             ours["cuconvt", blank.layout] = run
     times: dict[Contestant, Times] = {}
@@ -156,23 +180,29 @@ def _measure_precision(
         yield replace(cell, **found)
 
 
-def _check(blank: Cell, case: Case, precision: Precision, inputs: Inputs, x: Any) -> tuple[Cell, Run | None]:
+def _check(blank: Cell, case: Case, precision: Precision, inputs: Inputs) -> tuple[Cell, Run | None]:
     """Compare one layout's result with the exact one; return the call to time if it is right."""
-    function = getattr(cuconvt, f"conv_transpose{case.rank}d")
-    parameters: dict[str, Any] = {**case.parameters, "precision": precision.mode}
-    weight, bias = inputs.weight, inputs.bias
+    operation, result = inputs.operation, RESULT[inputs.operation]
     try:
-        out = poisoned(case.out, precision.dtype, blank.layout)
-        function(x, weight, bias, **parameters, out=out)
+        # A layout is that of x and y; the weight is contiguous, whether given or computed.
+        arrays = {
+            role: in_layout(array, blank.layout) if role in ("x", "y") else array
+            for role, array in inputs.arrays.items()
+        }
+        run = cuconvt_side.make_call(case, operation, arrays, precision.mode)
+        out = poisoned(case.shapes[result], precision.dtype, "NCDHW" if result == "weight" else blank.layout)
+        run(out=out)
         accuracy = compare(cupy, widened(out), inputs.patches, precision.smallest)
-        function(x, weight, bias, **parameters)  # without `out`, as it is timed: the pool's first time is its slowest
+        run()  # without `out`, as it is timed: the pool's first time is its slowest
     except (CompileError, ValueError, OutOfMemoryError) as error:
         return replace(blank, status="failed", problem=f"{type(error).__name__}: {error}"), None
-    kernel = _chosen_kernel(case, precision, x, weight, bias, out)
+    kernel = cuconvt_side.chosen_kernel(case, operation, {**arrays, result: out}, precision)
+    allowed = precision.allowed(case, operation)
     cell = replace(blank, kernel=kernel, error=accuracy.error, scaled_error=accuracy.scaled)
-    if accuracy.finite and accuracy.scaled <= precision.tolerance:
-        return cell, lambda: function(x, weight, bias, **parameters)
-    problem = f"largest error {accuracy.scaled:.1e} of the sum of magnitudes, allowed {precision.tolerance:.1e}"
+    if accuracy.finite and accuracy.scaled <= allowed:
+        return cell, run
+    scale = "sum of magnitudes" if operation == "forward" else "root of the sum of squares"
+    problem = f"largest error {accuracy.scaled:.1e} of the {scale}, allowed {allowed:.1e}"
     return replace(cell, status="wrong", problem=problem if accuracy.finite else f"not all finite; {problem}"), None
 
 
@@ -185,7 +215,7 @@ def _torch_calls(
     problems = []
     for layout in LAYOUTS:
         try:
-            run = torch_side.make_call(case, in_layout(inputs.x, layout), in_layout(inputs.weight, layout), inputs.bias)
+            run = _torch_call(torch_side, case, inputs, layout)
             run()  # searches for an algorithm
             error = compare(cupy, widened(torch_side.to_cupy(run())), inputs.patches).error
         except (RuntimeError, OutOfMemoryError) as exception:
@@ -193,6 +223,18 @@ def _torch_calls(
             continue
         calls["torch", layout], errors["torch", layout] = run, error
     return calls, errors, "; ".join(problems)
+
+
+def _torch_call(torch_side: ModuleType, case: Case, inputs: Inputs, layout: str) -> Run:
+    given = {role: in_layout(array, layout) for role, array in inputs.arrays.items() if role != "bias"}
+    if inputs.operation == "forward":
+        run: Run = torch_side.make_call(case, given["x"], given["weight"], inputs.arrays.get("bias"))
+        return run
+    result = RESULT[inputs.operation]
+    dtype = next(iter(given.values())).dtype.name
+    arrays = {**given, result: poisoned(case.shapes[result], dtype, layout)}
+    gradient: Run = torch_side.make_gradient_call(case, inputs.operation, arrays)
+    return gradient
 
 
 def in_layout(array: Any, layout: str) -> Any:
@@ -208,13 +250,6 @@ def poisoned(shape: Sequence[int], dtype: str, layout: str) -> Any:
     memory = shape if layout == "NCDHW" else (shape[0], *shape[2:], shape[1])
     array = cupy.full(prod(shape) * kind.itemsize, 0xFF, np.uint8).view(kind).reshape(memory)  # all bits set: NaN
     return array if layout == "NCDHW" else cupy.moveaxis(array, -1, 1)
-
-
-def _chosen_kernel(case: Case, precision: Precision, x: Any, weight: Any, bias: Any, out: Any) -> str:
-    in_3d = (slice(None), slice(None), *(None,) * (3 - case.rank))
-    layout = Layout.of(x[in_3d], weight[in_3d], bias, out[in_3d])
-    device = device_properties(cupy.cuda.Device().id)
-    return make_plan(case.geometry, precision.dtype, layout, precision.mode, device).kernel
 
 
 def _release(settings: Settings) -> None:

@@ -80,7 +80,7 @@ def _roofline(result: Result) -> Any:
             markersize=5,
             markerfacecolor="none" if cell.layout == "NDHWC" else COLOURS[cell.precision],
         )
-    for name, cell in {cell.case: cell for cell in sorted(cells, key=_tflops)}.items():
+    for name, cell in {cell.label: cell for cell in sorted(cells, key=_tflops)}.items():
         spot = (cell.flops / cell.bytes, _tflops(cell))
         axes.annotate(name, spot, xytext=(1, 4), textcoords="offset points", fontsize=6, rotation=50)
     for layout in dict.fromkeys(cell.layout for cell in cells):
@@ -90,7 +90,7 @@ def _roofline(result: Result) -> Any:
         xscale="log",
         yscale="log",
         xlim=(low, high),
-        xlabel="flops a byte (x, weight and result moved once)",
+        xlabel="flops a byte (operands and result moved once)",
         ylabel="TFLOP/s",
     )
     axes.grid(which="both", alpha=0.2)
@@ -105,14 +105,14 @@ def _tflops(cell: Cell) -> float:
 
 def _bars(result: Result) -> Any:
     cells = [cell for cell in result.cells if cell.ratio]
-    cases = list(dict.fromkeys(cell.case for cell in cells))
+    labels = list(dict.fromkeys(cell.label for cell in cells))
     kinds = list(dict.fromkeys((cell.precision, cell.layout) for cell in cells))
-    figure, axes = _figure(result, "PyTorch's best time over cuconvt's", max(6.0, 0.8 * len(cases) + 2), 4.5)
+    figure, axes = _figure(result, "PyTorch's best time over cuconvt's", max(6.0, 0.8 * len(labels) + 2), 4.5)
     width = 0.8 / len(kinds)
     for index, (precision, layout) in enumerate(kinds):
         members = [cell for cell in cells if (cell.precision, cell.layout) == (precision, layout)]
         axes.bar(
-            [cases.index(cell.case) - 0.4 + (index + 0.5) * width for cell in members],
+            [labels.index(cell.label) - 0.4 + (index + 0.5) * width for cell in members],
             [ratio - 1 for ratio in (cell.ratio for cell in members) if ratio],
             width,
             bottom=1,  # up from 1 where cuconvt is faster, down where PyTorch is
@@ -123,7 +123,7 @@ def _bars(result: Result) -> Any:
     axes.axhline(1, color="black", linewidth=1)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
-    axes.set_xticks(range(len(cases)), cases, rotation=30, ha="right", fontsize=7)
+    axes.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=7)
     axes.set_ylabel("torch / cuconvt")
     axes.grid(axis="y", which="both", alpha=0.2)
     axes.margins(x=0.01)

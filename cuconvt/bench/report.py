@@ -8,7 +8,19 @@ from cuconvt.bench.result import Cell, Mean, Result, means
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 _HEAD = (
-    *("case", "precision", "layout", "kernel", "ms", "quartiles", "floor ms", "/floor", "torch ms", "torch/cuconvt"),
+    *(
+        "case",
+        "precision",
+        "layout",
+        "kernel",
+        "ms",
+        "quartiles",
+        "floor ms",
+        "bound by",
+        "/floor",
+        "torch ms",
+        "torch/cuconvt",
+    ),
     *("band", "error", "/torch's", "extra MB", "torch's"),
 )
 _LEFT = 4  # columns of text, aligned left
@@ -19,14 +31,14 @@ def table(result: Result) -> str:
     lines = [summary(result), _ceilings(result), ""]
     lines += _aligned([_HEAD, *map(_row, result.cells)], _LEFT)
     problems = [
-        f"{cell.case} {cell.precision} {cell.layout}: {text}"
+        f"{cell.label} {cell.precision} {cell.layout}: {text}"
         for cell in result.cells
         for text in (cell.problem, cell.torch_problem and f"torch: {cell.torch_problem}")
         if text
     ]
     lines += ["", *problems] if problems else []
     hosts = [
-        f"{cell.case} {cell.precision} {cell.layout}: host time a call {cell.host_us:.1f} us"
+        f"{cell.label} {cell.precision} {cell.layout}: host time a call {cell.host_us:.1f} us"
         + (f", torch {cell.torch_host_us:.1f} us" if cell.torch_host_us is not None else "")
         for cell in result.cells
         if cell.host_us is not None
@@ -36,7 +48,7 @@ def table(result: Result) -> str:
     if any(every for _, every in groups.values()):
         rows = [(*group, _mean(kernelbench), _mean(every)) for group, (kernelbench, every) in groups.items()]
         lines += ["", "geometric means of torch/cuconvt (cells)"]
-        lines += _aligned([("precision", "layout", "KernelBench 3-D", "all"), *rows], 2)
+        lines += _aligned([("operation", "precision", "layout", "KernelBench 3-D", "all"), *rows], 3)
     return "\n".join(lines)
 
 
@@ -62,17 +74,22 @@ _VERSIONS = {
 
 
 def readme_table(result: Result) -> str:
-    """Return the README's table: a row a case, a column a precision, always the slower of the measured layouts."""
+    """Return the README's table: a row a case (and gradient), a column a precision, always the slower layout."""
     precisions = list(dict.fromkeys(cell.precision for cell in result.cells))
-    cases = list(dict.fromkeys(cell.case for cell in result.cells))
+    labels = list(dict.fromkeys(cell.label for cell in result.cells))
     rows: list[Sequence[str]] = [("case", *precisions), ("---",) * (len(precisions) + 1)]
-    worst = {key: _slowest(result.cells, *key) for key in ((c, p) for c in cases for p in precisions)}
-    rows += [(case, *(_readme_cell(worst[case, precision]) for precision in precisions)) for case in cases]
-    groups: dict[str, list[Cell]] = {p: [c for c in result.cells if c.precision == p] for p in precisions}
-    for title, index in (("geometric mean, KernelBench 3-D", 0), ("geometric mean, all", 1)):
-        lowest = [_lowest([pair[index] for pair in means(groups[p]).values()]) for p in precisions]
-        if any(lowest):
-            rows.append((title, *lowest))
+    worst = {key: _slowest(result.cells, *key) for key in ((label, p) for label in labels for p in precisions)}
+    rows += [(label, *(_readme_cell(worst[label, precision]) for precision in precisions)) for label in labels]
+    groups = means(result.cells)
+    for operation in dict.fromkeys(cell.operation for cell in result.cells):
+        suffix = "" if operation == "forward" else f", {operation}"
+        for title, index in (("geometric mean, KernelBench 3-D", 0), ("geometric mean, all", 1)):
+            lowest = [
+                _lowest([pair[index] for group, pair in groups.items() if group[:2] == (operation, precision)])
+                for precision in precisions
+            ]
+            if any(lowest):
+                rows.append((title + suffix, *lowest))
     lines = [
         f"Milliseconds of cuconvt (torch's best / cuconvt; cuconvt / floor). {summary(result)}.",
         _ceilings(result) + ".",
@@ -103,18 +120,19 @@ def _ceilings(result: Result) -> str:
 
 
 def _row(cell: Cell) -> tuple[str, ...]:
-    head = (cell.case, cell.precision, cell.layout, cell.kernel)
+    head = (cell.label, cell.precision, cell.layout, cell.kernel)
     best, band = cell.torch_best, cell.ratio_band
     error = _figure(cell.error, ".1e"), _figure(cell.error_ratio, ".2f")
     extra = _megabytes(cell.extra_bytes), _megabytes(cell.torch_extra_bytes)
     if cell.status != "ok":
-        shown = (cell.status.upper(), "", _ms(cell.floor_ms), "", _ms(best.median) if best else "", "", "")
+        shown = (cell.status.upper(), "", _ms(cell.floor_ms), cell.bound, "", _ms(best.median) if best else "", "", "")
         return (*head, *shown, *error, *extra)
     return (
         *head,
         _ms(cell.time.median) if cell.time else "",
         f"{_ms(cell.time.low)}-{_ms(cell.time.high)}" if cell.time else "",
         _ms(cell.floor_ms),
+        cell.bound,
         _figure(cell.over_floor, ".2f"),
         _ms(best.median) if best else "",
         _figure(cell.ratio, ".2f"),
@@ -139,9 +157,9 @@ def _lowest(layouts: Sequence[Mean | None]) -> str:
     return f"{min(ratios):.2f}x" if ratios else ""
 
 
-def _slowest(cells: Sequence[Cell], case: str, precision: str) -> Cell | None:
-    """Return the cell of a case and precision that looks worst: one without a time, else the slowest."""
-    members = [cell for cell in cells if (cell.case, cell.precision) == (case, precision)]
+def _slowest(cells: Sequence[Cell], label: str, precision: str) -> Cell | None:
+    """Return the cell of a label and precision that looks worst: one without a time, else the slowest."""
+    members = [cell for cell in cells if (cell.label, cell.precision) == (label, precision)]
     return max(members, key=lambda cell: cell.time.median if cell.time else float("inf"), default=None)
 
 

@@ -51,16 +51,24 @@ class Ceilings:
         """Return the time below which the GPU cannot come, in milliseconds."""
         return 1e3 * max(moved / self.copy, products * flops / self.matmul[ceiling])
 
+    def bound(self, flops: int, moved: int, ceiling: str, products: int) -> str:
+        """Return which of the two makes the floor: "memory" or "arithmetic"."""
+        return "memory" if moved / self.copy >= products * flops / self.matmul[ceiling] else "arithmetic"
+
 
 @dataclass(frozen=True)
 class Cell:
-    """One case in one precision and one layout; what was not measured is None.
+    """One operation of a case in one precision and one layout; what was not measured is None.
 
     Attributes
     ----------
     case, precision, layout : str
     flops, bytes : int
     floor_ms : float
+    operation : str
+        "forward", "grad_input" or "grad_weight".
+    bound : str
+        What makes the floor: "memory" or "arithmetic"; empty in records of older versions.
     status : str
         "ok"; "wrong", a result too far from float64, which is not timed; or "failed", a call that raised.
     problem : str
@@ -68,7 +76,8 @@ class Cell:
     kernel : str
         The kernel that the plan chose.
     error, scaled_error : float
-        Largest error against float64: absolute, and relative to the sum of the magnitudes of an output's terms.
+        Largest error against float64: absolute, and relative to the sum of the magnitudes of an output's terms, for
+        gradients to the root of the sum of their squares.
     time : Times
     extra_bytes : int
         Peak of memory during a call beyond its result.
@@ -88,6 +97,8 @@ class Cell:
     flops: int
     bytes: int
     floor_ms: float
+    operation: str = "forward"
+    bound: str = ""
     status: str = "ok"
     problem: str = ""
     kernel: str = ""
@@ -101,6 +112,11 @@ class Cell:
     torch_extra_bytes: int | None = None
     torch_host_us: float | None = None
     torch_problem: str = ""
+
+    @property
+    def label(self) -> str:
+        """The case, and for a gradient which one."""
+        return self.case if self.operation == "forward" else f"{self.case} {self.operation}"
 
     @property
     def torch_best(self) -> Times | None:
@@ -153,10 +169,11 @@ class Mean:
         return cls(math.exp(statistics.fmean(map(math.log, ratios))), len(ratios)) if ratios else None
 
 
-def means(cells: Sequence[Cell]) -> dict[tuple[str, str], tuple[Mean | None, Mean | None]]:
-    """Return, by precision and layout, the means over KernelBench's 3-D cases and over all."""
-    groups = dict.fromkeys((cell.precision, cell.layout) for cell in cells)
-    by_group = {group: [c for c in cells if (c.precision, c.layout) == group] for group in groups}
+def means(cells: Sequence[Cell]) -> dict[tuple[str, str, str], tuple[Mean | None, Mean | None]]:
+    """Return, by operation, precision and layout, the means over KernelBench's 3-D cases and over all."""
+    by_group: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in cells:
+        by_group.setdefault((cell.operation, cell.precision, cell.layout), []).append(cell)
     return {
         group: (Mean.of(c for c in members if c.case in KERNELBENCH_3D), Mean.of(members))
         for group, members in by_group.items()
@@ -176,12 +193,13 @@ def save(result: Result, file: Path) -> None:
         "ceilings": asdict(result.ceilings),
         "geometric_means": [
             {
+                "operation": operation,
                 "precision": precision,
                 "layout": layout,
                 "kernelbench_3d": kernelbench and asdict(kernelbench),
                 "all": every and asdict(every),
             }
-            for (precision, layout), (kernelbench, every) in means(result.cells).items()
+            for (operation, precision, layout), (kernelbench, every) in means(result.cells).items()
         ],
         "cells": cells,
     }

@@ -47,6 +47,19 @@ def make_call(case: Case, x: Any, weight: Any, bias: Any) -> Callable[[], Any]:
     return lambda: function(*tensors, **parameters)
 
 
+def make_gradient_call(case: Case, operation: str, arrays: dict[str, Any]) -> Callable[[], Any]:
+    """Return PyTorch's call for one gradient, on cupy arrays x, weight and y (the gradient of the result) as above.
+
+    Of the array whose gradient it is, PyTorch looks at shape and memory format alone.
+    """
+    y, x, weight = (to_torch(arrays[role]) for role in ("y", "x", "weight"))
+    wanted = [operation == "grad_input", operation == "grad_weight", False]
+    backward = torch.ops.aten.convolution_backward
+    window = (case.stride, case.padding, case.dilation)
+    rest = (True, case.output_padding, case.groups, wanted)  # True: transposed
+    return lambda: backward(y, x, weight, None, *window, *rest)[wanted.index(True)]
+
+
 def to_torch(array: Any) -> Any:
     """View a cupy array as a tensor; bfloat16 travels as integers, which every version exchanges."""
     if array.dtype.name == "bfloat16":
