@@ -1,0 +1,150 @@
+"""What the operators compute, on tensors in CPU or GPU memory: the result is PyTorch's memory, written in place.
+
+Parameters are stride, padding, output_padding, groups, dilation and precision, as the operators have them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuconvt import backends
+from cuconvt.geometry import Geometry, check_grad_output, make_geometry, normalise
+from cuconvt.steps import Call
+from cuconvt.warm import ALIGNMENT, Slot
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Ints = Sequence[int]
+
+
+def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Any) -> Tensor:
+    slot = _slot_of("conv_transpose", (x, weight, bias), (), parameters)
+    result = _repeat(slot, x, weight, bias)
+    if result is None:
+        check_tensors(x=x, weight=weight, bias=bias)
+        geometry = _geometry(x.shape, weight.shape, None if bias is None else bias.shape, parameters)
+        result = result_like(x, geometry.out_shape, geometry.rank)
+
+        def compute(views: list[Any], precision: str | None) -> Any:
+            x, weight, bias, out = views
+            return backends.conv_transpose(x, weight, bias, geometry, precision, out)
+
+        _first_call({"x": x, "weight": weight, "bias": bias}, parameters, compute, slot, result)
+    return result
+
+
+def conv_transpose_input(weight: Tensor, grad_output: Tensor, input_size: Ints, *parameters: Any) -> Tensor:
+    slot = _slot_of("input", (grad_output, weight), input_size, parameters)
+    result = _repeat(slot, grad_output, weight, None)
+    if result is None:
+        check_tensors(grad_output=grad_output, weight=weight)
+        geometry = _geometry(input_size, weight.shape, None, parameters)
+        check_grad_output(tuple(grad_output.shape), geometry.out_shape)
+        result = result_like(grad_output, geometry.x_shape, geometry.rank)
+
+        def compute(views: list[Any], precision: str | None) -> Any:
+            grad_output, weight, out = views
+            return backends.correlate(grad_output, weight, None, geometry, precision, out)
+
+        _first_call({"grad_output": grad_output, "weight": weight}, parameters, compute, slot, result)
+    return result
+
+
+def conv_transpose_weight(x: Tensor, grad_output: Tensor, weight_size: Ints, *parameters: Any) -> Tensor:
+    slot = _slot_of("weight", (x, grad_output), weight_size, parameters)
+    result = _repeat(slot, x, grad_output)
+    if result is None:
+        check_tensors(x=x, grad_output=grad_output)
+        geometry = _geometry(x.shape, weight_size, None, parameters)
+        check_grad_output(tuple(grad_output.shape), geometry.out_shape)
+        result = x.new_empty(tuple(weight_size))
+
+        def compute(views: list[Any], precision: str | None) -> Any:
+            x, grad_output, out = views
+            return backends.weight_gradient(x, grad_output, geometry, precision, out)
+
+        _first_call({"x": x, "grad_output": grad_output}, parameters, compute, slot, result)
+    return result
+
+
+def check_tensors(**tensors: Tensor | None) -> None:
+    """Raise RuntimeError, as PyTorch does, unless all tensors have one supported dtype and are on one device."""
+    (first, x), *others = tensors.items()
+    assert x is not None
+    if x.dtype not in _DTYPES:
+        raise RuntimeError(f"{first} must have one of the dtypes {', '.join(map(str, _DTYPES))}, got {x.dtype}")
+    for name, tensor in others:
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            raise RuntimeError(
+                f"{name} must have the dtype and the device of {first}, {x.dtype} on {x.device}, "
+                f"got {tensor.dtype} on {tensor.device}"
+            )
+
+
+def result_like(tensor: Tensor, shape: Ints, rank: int) -> Tensor:
+    """Return an uninitialised tensor, channels-last in memory where `tensor` is, unless that is contiguous too."""
+    channels = len(shape) - rank - 1
+    if tensor.is_contiguous() or not tensor.movedim(channels, -1).is_contiguous():
+        return tensor.new_empty(tuple(shape))
+    # Strides, since a permuted tensor would be a view, which in-place operators after an autograd node refuse.
+    strides = [0] * len(shape)
+    step = 1
+    for axis in (channels, *range(len(shape) - 1, channels, -1), *range(channels)):
+        strides[axis] = step
+        step = step * shape[axis]
+    return tensor.new_empty_strided(tuple(shape), tuple(strides))
+
+
+def _geometry(x_shape: Ints, weight_shape: Ints, bias_shape: Ints | None, parameters: Sequence[Any]) -> Geometry:
+    stride, padding, output_padding, groups, dilation, _ = parameters
+    rank = len(stride)
+    normalised = normalise(rank, stride, padding, output_padding, groups, dilation, None)
+    shapes = (tuple(x_shape), tuple(weight_shape), None if bias_shape is None else tuple(bias_shape))
+    return make_geometry(rank, *shapes, *normalised)
+
+
+def _first_call(
+    arrays: dict[str, Tensor | None],
+    parameters: Sequence[Any],
+    compute: Callable[[list[Any], str | None], Any],
+    slot: Slot | None,
+    result: Tensor,
+) -> None:
+    """Plan, compile and launch a call, and keep in `slot` what an equal call need not do again."""
+
+    def launch(views: list[Any], precision: str | None) -> None:
+        launched = compute(views, precision)
+        if slot is not None and launched is not None:
+            from cuconvt.torch.launches import WarmCall
+
+            slot.warm_call = WarmCall(launched, result)
+
+    Call(arrays, result).run(tuple(result.shape), parameters[-1], launch)
+
+
+def _slot_of(operation: str, tensors: Sequence[Tensor | None], size: Ints, parameters: Sequence[Any]) -> Slot | None:
+    """Return where a call on a GPU is remembered, by everything that its plan, its errors and its result depend on."""
+    if tensors[0] is None or not tensors[0].is_cuda:
+        return None
+    stride, padding, output_padding, groups, dilation, precision = parameters
+    keys = [None if tensor is None else _key(tensor) for tensor in tensors]
+    return _slot(operation, *keys, *size, len(stride), *stride, *padding, *output_padding, groups, *dilation, precision)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # typed: 2 and 2.0 are equal, and only the first is a valid stride
+def _slot(*call: Any) -> Slot:
+    return Slot()
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT == 0
+
+
+def _repeat(slot: Slot | None, *tensors: Tensor | None) -> Tensor | None:
+    """Launch a call that came before and return its result; None if there was none, or the plan does not fit."""
+    return None if slot is None or slot.warm_call is None else slot.warm_call(*tensors)

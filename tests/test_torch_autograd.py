@@ -1,0 +1,610 @@
+"""cuconvt.torch on CPU tensors: values, gradients of every order, compilation, autocast, modules and errors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import doctest
+import io
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import TOLERANCES
+from strategies import Problem, case, problems
+
+torch = pytest.importorskip("torch")
+functional = torch.nn.functional
+
+import cuconvt  # noqa: E402
+import cuconvt.torch as ct  # noqa: E402
+from cuconvt.torch import modules, operators  # noqa: E402
+
+DTYPES = {name: getattr(torch, name) for name in TOLERANCES if name != "tf32"}
+PROBLEM = case((2, 4, 3, 4, 5), 6, 3, stride=2, padding=1, output_padding=1, groups=2, has_bias=True)
+# One of each rank, with what sets its gradients apart: inputs past the last step, dead phases, unbatched, depthwise.
+PROBLEMS = {
+    "3d": PROBLEM,
+    "2d": case((2, 6, 5, 4), 4, (3, 2), stride=(1, 3), padding=(0, 1), output_padding=(1, 2), dilation=2, groups=2),
+    "1d": case((3, 4, 7), 4, 4, stride=2, padding=1, groups=4, has_bias=True),
+    "dead_phases": case((1, 2, 4, 5), 3, 3, stride=2, dilation=2, output_padding=1, has_bias=True),
+    "output_padding_beyond_stride": case((2, 2, 5), 3, 2, stride=1, dilation=3, output_padding=2),
+    "unbatched": case((3, 4, 5), 2, 3, stride=2, has_bias=True, rank=2),
+    "empty_batch": case((0, 4, 5, 6), 2, 3, stride=2, has_bias=True),
+}
+OPERATORS = ("conv_transpose", "conv_transpose_input", "conv_transpose_weight")
+
+
+def symmetric(problem: Problem) -> Problem:
+    return dataclasses.replace(problem, padding=tuple((min(pair),) * 2 for pair in problem.padding))
+
+
+def arguments(
+    problem: Problem, dtype: Any = torch.float64, requires_grad: bool = True, device: str = "cpu"
+) -> list[Any]:
+    """Draw x, weight and, if the problem has one, bias."""
+    values = [torch.from_numpy(a).to(device, dtype) for a in problem.arrays(np.dtype(np.float64)) if a is not None]
+    return [value.requires_grad_(requires_grad) for value in values]
+
+
+def parameters(problem: Problem) -> dict[str, Any]:
+    return {**problem.parameters, "padding": tuple(before for before, _ in problem.padding)}
+
+
+def ours(problem: Problem, *tensors: Any, **keywords: Any) -> Any:
+    return getattr(ct, f"conv_transpose{problem.rank}d")(*tensors, **parameters(problem), **keywords)
+
+
+def theirs(problem: Problem, *tensors: Any) -> Any:
+    return getattr(functional, f"conv_transpose{problem.rank}d")(*tensors, **parameters(problem))
+
+
+def gradients(function: Callable[..., Any], problem: Problem, tensors: list[Any], seed: Any = None) -> list[Any]:
+    """Return the result and its gradients with respect to all tensors, for the gradient `seed` of the result."""
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    y = function(problem, *tensors)
+    return [y, *torch.autograd.grad(y, tensors, torch.ones_like(y) if seed is None else seed.to(y.dtype))]
+
+
+def operator_arguments(name: str, problem: Problem) -> tuple[Any, ...]:
+    x, weight, *bias = arguments(problem)
+    keywords = parameters(problem)
+    values = [keywords[key] for key in ("stride", "padding", "output_padding", "groups", "dilation")]
+    grad = torch.randn(problem.out_shape, dtype=torch.float64, requires_grad=True)
+    tensors: dict[str, tuple[Any, ...]] = {
+        "conv_transpose": (x, weight, bias[0] if bias else None),
+        "conv_transpose_input": (weight, grad, list(x.shape)),
+        "conv_transpose_weight": (x, grad, list(weight.shape)),
+    }
+    return (*tensors[name], *values, None)
+
+
+# Values and gradients.
+
+
+def check_gradients(problem: Problem, dtype: str, device: str = "cpu", precision: str | None = None) -> None:
+    """Compare the result and all gradients, element by element, with torch's in float64 on the CPU."""
+    tensors = [tensor.detach() for tensor in arguments(problem, DTYPES[dtype], device=device)]
+    exact_tensors = [tensor.cpu().double() for tensor in tensors]
+    seed = torch.randn(problem.out_shape, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+    exact = gradients(theirs, problem, exact_tensors, seed)
+    # Everything is linear in each tensor: of magnitudes, they are the sums of the magnitudes of all terms.
+    magnitude = gradients(theirs, problem, [tensor.abs() for tensor in exact_tensors], seed.abs())
+    tolerance = TOLERANCES["tf32" if precision == "tf32" else dtype]
+
+    def function(problem: Problem, *tensors: Any) -> Any:
+        return ours(problem, *tensors, precision=precision)
+
+    for result, true, bound in zip(
+        gradients(function, problem, tensors, seed.to(device)), exact, magnitude, strict=True
+    ):
+        assert result.dtype == DTYPES[dtype]
+        assert result.device == tensors[0].device
+        assert result.shape == true.shape
+        value = result.cpu().double()
+        _, exponent = torch.frexp(torch.maximum(value.abs(), true.abs()))
+        last_place = torch.exp2((exponent.clamp(min=tolerance.least_exponent) - tolerance.digits).double())
+        assert ((value - true).abs() <= 0.5 * last_place + tolerance.products * bound).all()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_result_and_gradients_are_those_of_torch(name: str, dtype: str) -> None:
+    check_gradients(PROBLEMS[name], dtype)
+
+
+@settings(max_examples=12)
+@given(problems(longest=(3, 3, 3), longest_w=13, budget=0.002).map(symmetric))
+def test_gradients_of_first_and_second_order(problem: Problem) -> None:
+    tensors = arguments(problem)
+    check = {"fast_mode": True, "nondet_tol": 0.0}
+    assert torch.autograd.gradcheck(lambda *t: ours(problem, *t), tensors, **check)
+    assert torch.autograd.gradgradcheck(lambda *t: ours(problem, *t), tensors, **check)
+
+
+@settings(max_examples=25)
+@given(problems(longest=(4, 4, 4), longest_w=16, budget=0.02).map(symmetric), st.booleans())
+def test_random_problems(problem: Problem, channels_last: bool) -> None:
+    x, *rest = arguments(problem)
+    seed = torch.randn(problem.out_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tensors = [in_channels_last(x, problem.rank) if channels_last else x, *rest]
+    for got, expected in zip(
+        gradients(ours, problem, tensors, seed), gradients(theirs, problem, [x, *rest], seed), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-11)
+
+
+def test_adjoint() -> None:
+    problem = PROBLEMS["3d"]
+    x, weight, _ = (tensor.detach() for tensor in arguments(problem))
+    g = torch.randn(problem.out_shape, dtype=torch.float64)
+    keywords = parameters(problem)
+    adjoint = torch.ops.cuconvt.conv_transpose_input(weight, g, list(x.shape), *keywords.values(), None)
+    forward = ours(problem, x, weight)
+    torch.testing.assert_close((forward * g).sum(), (x * adjoint).sum(), rtol=1e-13, atol=0)
+
+
+def test_only_what_is_needed_is_computed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = arguments(PROBLEM)
+    y = ours(PROBLEM, x, weight.detach(), bias)
+    monkeypatch.setattr(operators, "conv_transpose_weight", None)  # not called
+    assert y.grad_fn.saved_tensors[0] is None
+    y.sum().backward()
+    assert x.grad is not None
+    assert bias.grad is not None
+
+
+def test_results_repeat_bitwise() -> None:
+    tensors = [tensor.detach() for tensor in arguments(PROBLEM, torch.float32)]
+    for one, two in zip(gradients(ours, PROBLEM, tensors), gradients(ours, PROBLEM, tensors), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("precision", ["tf32x3", "ieee", "tf32"])
+def test_precision_reaches_the_gradients(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for name in OPERATORS[1:]:
+        operator = getattr(operators, name)
+        spy = lambda *a, operator=operator: seen.append(a[-1]) or operator(*a)  # noqa: E731
+        monkeypatch.setattr(operators, name, spy)
+    x, weight, bias = arguments(PROBLEM, torch.float32)
+    ours(PROBLEM, x, weight, bias, precision=precision).sum().backward()
+    assert seen == [precision, precision]
+    with pytest.raises(ValueError, match="precision must be None for float64"):
+        ours(PROBLEM, *arguments(PROBLEM), precision=precision)
+
+
+# Memory formats.
+
+
+def in_channels_last(tensor: Any, rank: int) -> Any:
+    channels = tensor.dim() - rank - 1
+    return tensor.detach().movedim(channels, -1).contiguous().movedim(-1, channels)
+
+
+def is_channels_last(tensor: Any, rank: int) -> bool:
+    return not tensor.is_contiguous() and tensor.movedim(tensor.dim() - rank - 1, -1).is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["1d", "2d", "3d", "unbatched"])
+def test_memory_format(name: str) -> None:
+    problem = PROBLEMS[name]
+    x, weight, *bias = arguments(problem)
+    y = ours(problem, x, weight, *bias)
+    assert y.is_contiguous()
+    x_last = in_channels_last(x, problem.rank).requires_grad_()
+    y_last = ours(problem, x_last, weight, *bias)
+    assert is_channels_last(y_last, problem.rank)
+    assert not y_last._is_view()  # so that layers in place can follow
+    torch.testing.assert_close(y_last, y)
+    (grad,) = torch.autograd.grad(y_last, x_last, torch.ones_like(y_last))
+    assert is_channels_last(grad, problem.rank)
+    functional.relu(ours(problem, x_last, weight, *bias), inplace=True).sum().backward()
+
+
+def test_views_and_neg_bit() -> None:
+    x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEM))
+    expected = ours(PROBLEM, x, weight, bias)
+    wide = torch.full((2, 4, 3, 4, 12), torch.nan, dtype=torch.float64)
+    wide[..., 1:11:2] = x
+    torch.testing.assert_close(ours(PROBLEM, wide[..., 1:11:2], weight, bias), expected)
+    negated = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert negated.is_neg()
+    torch.testing.assert_close(ours(PROBLEM, negated, weight, bias), expected)
+
+
+# torch.library, torch.compile, torch.func.
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("problem", ["3d", "1d"])
+def test_opcheck(name: str, problem: str) -> None:
+    # Static and dynamic shapes: the last of its checks traces with both.
+    torch.library.opcheck(getattr(torch.ops.cuconvt, name).default, operator_arguments(name, PROBLEMS[problem]))
+
+
+def test_opcheck_channels_last() -> None:
+    x, *rest = operator_arguments("conv_transpose", PROBLEM)
+    x = in_channels_last(x, 3).requires_grad_()
+    torch.library.opcheck(torch.ops.cuconvt.conv_transpose.default, (x, *rest))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_has_no_graph_break(backend: str, dynamic: bool) -> None:
+    torch.compiler.reset()
+    layer = ct.ConvTranspose3d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2).double()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, backend=graphs, fullgraph=True, dynamic=dynamic)
+    for extent in ((5, 7, 9), (9, 11, 8)):
+        x = torch.randn(2, 4, *extent, dtype=torch.float64, requires_grad=True)
+        y = compiled(x)
+        expected = functional.conv_transpose3d(x, layer.weight, layer.bias, 2, 1, 1, 2)
+        torch.testing.assert_close(y, expected)
+        tensors = (x, layer.weight, layer.bias)
+        for got, true in zip(
+            torch.autograd.grad(y.square().sum(), tensors),
+            torch.autograd.grad(expected.square().sum(), tensors),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, true)
+    assert graphs.frame_count == (1 if dynamic else 2)
+
+
+def test_compile_with_output_size_and_autocast() -> None:
+    torch.compiler.reset()
+    layer = ct.ConvTranspose2d(4, 3, 2, stride=2, precision="ieee")
+
+    def decode(x: Any, skip: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x, output_size=skip.shape) + skip
+
+    compiled = torch.compile(decode, backend="aot_eager", fullgraph=True, dynamic=True)
+    for extent in (8, 13):
+        x, skip = torch.randn(1, 4, extent // 2, extent // 2), torch.randn(1, 3, extent, extent)
+        y = compiled(x, skip)
+        torch.testing.assert_close(y, decode(x, skip))
+        y.sum().backward()
+
+
+def test_export() -> None:
+    layer = ct.ConvTranspose1d(2, 3, 4, stride=2)
+    program = torch.export.export(layer, (torch.randn(2, 2, 5),), dynamic_shapes=({2: torch.export.Dim("width")},))
+    x = torch.randn(2, 2, 9)
+    torch.testing.assert_close(program.module()(x), layer(x))
+    assert "cuconvt.conv_transpose" in str(program.graph)
+
+
+def test_fake_and_meta_tensors() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        y = ct.conv_transpose2d(torch.empty(1, 2, 4, 4), torch.empty(2, 3, 2, 2), stride=2)
+    assert y.shape == (1, 3, 8, 8)
+    assert ct.ConvTranspose1d(2, 3, 2, device="meta")(torch.empty(1, 2, 4, device="meta")).shape == (1, 3, 5)
+
+
+def test_func_transforms() -> None:
+    tensors = tuple(tensor.detach() for tensor in arguments(PROBLEM))
+
+    def loss(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *t: function(PROBLEM, *t).square().sum()
+
+    def of_both(transform: Callable[..., Any]) -> list[Any]:
+        return [transform(loss(function)) for function in (ours, theirs)]
+
+    got, expected = of_both(lambda f: torch.func.grad(f, argnums=(0, 1, 2))(*tensors))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    x, weight, bias = tensors
+    # A gradient of a gradient, and the gradients of each sample.
+    for transform in (
+        lambda f: torch.func.grad(lambda w: torch.func.grad(f)(x, w, bias).square().sum())(weight),
+        lambda f: torch.func.vmap(torch.func.grad(f, argnums=1), (0, None, None))(*tensors),
+    ):
+        torch.testing.assert_close(*of_both(transform))
+
+
+def test_tensor_subclass_and_modes_see_the_operator() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        pass
+
+    seen: list[str] = []
+    x, weight, bias = arguments(PROBLEM)
+    with Names():
+        y = ours(PROBLEM, x, weight, bias)
+        y.sum().backward()
+    assert [name for name in seen if name.startswith("cuconvt")] == [f"cuconvt.{name}.default" for name in OPERATORS]
+    assert type(ours(PROBLEM, x.detach().as_subclass(Subclass), weight, bias)) is Subclass
+
+
+def test_checkpoint() -> None:
+    x, weight, bias = arguments(PROBLEM)
+    y = torch.utils.checkpoint.checkpoint(lambda x: ours(PROBLEM, x, weight, bias), x, use_reentrant=False)
+    y.square().sum().backward()
+    expected = gradients(theirs, PROBLEM, [x, weight, bias], 2 * y.detach())
+    torch.testing.assert_close([x.grad, weight.grad, bias.grad], expected[1:])
+
+
+# A remembered call, with what stands in for the GPU.
+
+
+def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+    from cuconvt.torch import launches
+
+    launched = []
+    monkeypatch.setattr(launches, "getDevice", lambda: -1)  # what a CPU tensor gives for its device
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "current", raising=False)
+    monkeypatch.setattr(launches, "_address", lambda tensor, device: tensor.data_ptr())
+    monkeypatch.setattr(launches, "_stream", lambda pointer: f"the {pointer} stream")
+    x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEM))
+    like = in_channels_last(torch.empty(PROBLEM.out_shape, dtype=torch.float64), 3)
+    call = launches.WarmCall(lambda *addresses, **keywords: launched.append((addresses, keywords)), like)
+    y = call(x, weight, None)
+    assert (y.shape, y.stride(), y.dtype) == (like.shape, like.stride(), torch.float64)
+    (addresses, keywords) = launched[0]
+    assert list(addresses) == [x.data_ptr(), weight.data_ptr(), None, y.data_ptr()]
+    assert keywords == {"stream": "the current stream", "allocate": launches.torch_memory}
+    assert launches.WarmCall(None, torch.empty(0).new_empty(9)[1:])(x, weight, bias) is None  # another alignment
+
+
+def test_equal_parameters_of_another_type_are_another_call() -> None:
+    from cuconvt.torch.kernels import _slot
+
+    assert _slot("conv_transpose", 3, 2, 2, 2) is _slot("conv_transpose", 3, 2, 2, 2)
+    assert _slot("conv_transpose", 3, 2, 2, 2.0) is not _slot("conv_transpose", 3, 2, 2, 2)
+
+
+# Autocast.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: Any) -> None:
+    tensors = arguments(PROBLEM, torch.float32)
+    with torch.autocast("cpu", dtype):
+        y = ours(PROBLEM, *tensors, precision="tf32")
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert all(tensor.grad.dtype == torch.float32 for tensor in tensors)
+    rounded = [tensor.detach().to(dtype) for tensor in tensors]
+    expected = gradients(ours, PROBLEM, rounded)
+    assert torch.equal(y, expected[0])
+    assert all(torch.equal(t.grad, e.float()) for t, e in zip(tensors, expected[1:], strict=True))
+    with torch.autocast("cpu", dtype):
+        assert ours(PROBLEM, *arguments(PROBLEM)).dtype == torch.float64  # as in torch, float64 stays
+        with torch.autocast("cpu", enabled=False):
+            assert ours(PROBLEM, *tensors).dtype == torch.float32
+        got = torch.func.grad(lambda *t: ours(PROBLEM, *t).sum(), argnums=(0, 1, 2))(*tensors)
+    assert all(torch.equal(g, tensor.grad) for g, tensor in zip(got, tensors, strict=True))
+
+
+# Modules.
+
+LAYERS = {
+    1: {"in_channels": 4, "out_channels": 6, "kernel_size": 4, "stride": 2, "padding": 1, "groups": 2},
+    2: {"in_channels": 4, "out_channels": 3, "kernel_size": (3, 2), "stride": (2, 1), "dilation": 2, "bias": False},
+    3: {"in_channels": 2, "out_channels": 5, "kernel_size": 3, "stride": 2, "output_padding": 1},
+}
+
+
+def layers(rank: int, **keywords: Any) -> tuple[Any, Any]:
+    """Return torch's layer and ours, each made with the same seed."""
+    made = []
+    for module in (torch.nn, ct):
+        torch.manual_seed(3)
+        made.append(getattr(module, f"ConvTranspose{rank}d")(**LAYERS[rank], **keywords))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("rank", LAYERS)
+def test_module_is_that_of_torch(rank: int) -> None:
+    reference, layer = layers(rank)
+    assert isinstance(layer, getattr(torch.nn, f"ConvTranspose{rank}d"))
+    assert repr(layer) == repr(reference)
+    for (name, value), (other_name, other) in zip(layer.named_parameters(), reference.named_parameters(), strict=True):
+        assert name == other_name
+        assert torch.equal(value, other)
+    x = torch.randn(2, layer.in_channels, *(5, 6, 7)[:rank])
+    torch.testing.assert_close(layer(x), reference(x))
+    size = [
+        extent + 1 if stride > 1 else extent for extent, stride in zip(layer(x).shape[2:], layer.stride, strict=True)
+    ]
+    if rank < 3:
+        assert list(layer(x, output_size=size).shape[2:]) == size
+        torch.testing.assert_close(layer(x, output_size=size), reference(x, output_size=size))
+    with pytest.raises(ValueError, match="requested an output size"):
+        layer(x, output_size=[100] * rank)
+
+
+@pytest.mark.parametrize("rank", LAYERS)
+def test_state_dicts_are_exchanged(rank: int) -> None:
+    reference, _ = layers(rank)
+    layer = getattr(ct, f"ConvTranspose{rank}d")(**LAYERS[rank])
+    layer.load_state_dict(reference.state_dict())
+    x = torch.randn(2, layer.in_channels, *(5, 6, 7)[:rank])
+    torch.testing.assert_close(layer(x), reference(x))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    reference.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), reference(x))
+
+
+def through_torch_save(module: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save])
+def test_module_copies(copied: Callable[[Any], Any]) -> None:
+    layer = ct.ConvTranspose2d(2, 3, 2, precision="ieee")
+    other = copied(layer)
+    assert type(other) is ct.ConvTranspose2d
+    assert other.precision == "ieee"
+    assert "precision='ieee'" in repr(other)
+    assert other.weight is not layer.weight
+    x = torch.randn(1, 2, 3, 3)
+    assert torch.equal(other(x), layer(x))
+
+
+def test_padding_mode_rules() -> None:
+    with pytest.raises(ValueError, match="padding mode is supported"):
+        ct.ConvTranspose2d(2, 3, 2, padding_mode="reflect")
+    layer = ct.ConvTranspose2d(2, 3, 2)
+    layer.padding_mode = "reflect"
+    with pytest.raises(ValueError, match="padding_mode must be 'zeros', got 'reflect'"):
+        layer(torch.randn(1, 2, 3, 3))
+
+
+# replace_modules.
+
+
+def toy_model() -> Any:
+    torch.manual_seed(0)
+    shared = torch.nn.ConvTranspose2d(4, 4, 3, padding=1)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(2, 4, 3, padding=1),
+        torch.nn.Sequential(shared, torch.nn.ReLU(inplace=True), shared),
+        torch.nn.ConvTranspose2d(4, 2, 2, stride=2),
+    )
+
+
+def test_replace_modules() -> None:
+    model = toy_model()
+    x = torch.randn(1, 2, 6, 6)
+    expected, before = model(x), dict(model.named_parameters())
+    seen = []
+    model[2].register_forward_hook(lambda *arguments: seen.append("hook"))
+    assert ct.replace_modules(model, precision="ieee") == 2
+    assert [type(m) for m in (model[1][0], model[2])] == [ct.ConvTranspose2d] * 2
+    assert model[1][0] is model[1][2]
+    assert model[2].precision == "ieee"
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    torch.testing.assert_close(model(x), expected)
+    assert seen == ["hook"]
+    assert ct.replace_modules(model) == 0
+    assert ct.replace_modules(torch.nn.ConvTranspose1d(1, 1, 1)) == 1
+    copy.deepcopy(model)
+
+
+def test_doctest() -> None:
+    assert doctest.testmod(modules) == (0, 5)
+
+
+def test_line_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = re.findall(r'python -c "(.*)"', (Path(__file__).parents[1] / "README.md").read_text())
+    exec(line, {})
+    swapped, difference = re.fullmatch(
+        r"(\d+) layer swapped, largest difference (.*)\n", capsys.readouterr().out
+    ).groups()
+    assert int(swapped) == 1
+    assert float(difference) < 1e-5
+
+
+def test_replace_modules_leaves_subclasses_and_keeps_parametrizations() -> None:
+    class Own(torch.nn.ConvTranspose1d):
+        pass
+
+    model = torch.nn.Sequential(
+        Own(2, 2, 2),
+        torch.nn.utils.parametrizations.weight_norm(torch.nn.ConvTranspose1d(2, 3, 4, stride=2)),
+        torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(3, 2, 1)),
+    )
+    copied = copy.deepcopy(model)
+    x = torch.randn(1, 2, 5)
+    expected = model(x)
+    assert ct.replace_modules(model) == 1
+    assert type(model[0]) is Own
+    assert isinstance(model[1], ct.ConvTranspose1d)
+    assert not isinstance(copied[1], ct.ConvTranspose1d)
+    torch.testing.assert_close(model(x), expected)
+    model(x).sum().backward()
+    assert model[1].parametrizations.weight.original0.grad is not None
+    torch.nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    assert type(model[1]) is ct.ConvTranspose1d
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_replace_modules_waits_for_lazy_layers() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyConvTranspose1d(2, 2))
+    assert ct.replace_modules(model) == 0
+    model(torch.randn(1, 3, 4))  # makes it a torch.nn.ConvTranspose1d
+    assert ct.replace_modules(model) == 1
+
+
+# Errors.
+
+X, W = torch.randn(1, 4, 5, 5), torch.randn(4, 3, 3, 3)
+BAD = {
+    "weight of another rank": (X, torch.randn(4, 3, 3), {}),
+    "x of another rank": (torch.randn(1, 4, 5, 5, 5), W, {}),
+    "channels": (torch.randn(1, 5, 5, 5), W, {}),
+    "groups": (X, W, {"groups": 3}),
+    "no groups": (X, W, {"groups": 0}),
+    "bias": (X, W, {"bias": torch.randn(4)}),
+    "stride": (X, W, {"stride": 0}),
+    "strides": (X, W, {"stride": (1, 2, 3)}),
+    "padding": (X, W, {"padding": -1}),
+    "too much padding": (X, W, {"padding": 9}),
+    "dilation": (X, W, {"dilation": 0}),
+    "output_padding": (X, W, {"output_padding": 1}),
+    "negative output_padding": (X, W, {"output_padding": -1, "stride": 2}),
+    "dtypes": (X, W.double(), {}),
+    "bias's dtype": (X, W, {"bias": torch.randn(3).half()}),
+    "integers": (X.long(), W.long(), {}),
+    "devices": (X, W.to("meta"), {}),
+}
+# What torch refuses on a GPU alone, or, for a meta tensor, takes for a question about shapes.
+OURS_ALONE = ("bias's dtype", "integers", "devices")
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_errors_are_those_of_torch(name: str, requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("something was computed")
+
+    monkeypatch.setattr(cuconvt.backends, "conv_transpose", never)
+    x, weight, keywords = BAD[name]
+    if requires_grad and x.is_floating_point():
+        x = x.detach().requires_grad_()
+    if name not in OURS_ALONE:
+        with pytest.raises((ValueError, RuntimeError)):
+            functional.conv_transpose2d(x, weight, **keywords)
+    with pytest.raises((ValueError, RuntimeError)):
+        ct.conv_transpose2d(x, weight, **keywords)
+
+
+@pytest.mark.parametrize("value", [1.0, "1", None])
+def test_wrong_types(value: Any) -> None:
+    for function in (functional.conv_transpose2d, ct.conv_transpose2d):
+        with pytest.raises(TypeError):
+            function(X, W, stride=value)
+
+
+def test_one_value_stands_for_all_axes() -> None:
+    y = functional.conv_transpose2d(X, W, None, (2,), [1], (1,))
+    torch.testing.assert_close(ct.conv_transpose2d(X, W, None, (2,), [1], (1,)), y)
+
+
+@pytest.mark.parametrize("role", ["x", "weight", "bias", "out"])
+def test_array_api_refuses_what_requires_grad(role: str) -> None:
+    tensors = {"x": X, "weight": W, "bias": torch.randn(3), "out": torch.empty(1, 3, 7, 7)}
+    tensors[role] = tensors[role].detach().requires_grad_()
+    with pytest.raises(ValueError, match=rf"{role} requires grad.*cuconvt\.torch"):
+        cuconvt.conv_transpose2d(**tensors)
