@@ -1,0 +1,33 @@
+"""KernelBench level 1, problem 77: transposed 3-D convolution, equal extents, with stride, padding and dilation."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+import cuconvt.torch
+
+
+class ModelNew(nn.Module):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        padding: int = 0,
+        dilation: int = 1,
+        bias: bool = False,
+    ):
+        super().__init__()
+        self.conv_transpose3d = cuconvt.torch.ConvTranspose3d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            bias=bias,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv_transpose3d(x)
