@@ -27,8 +27,8 @@ FULL = os.environ.get("RESOURCES") == "full"
 PART = 24  # by default one tile of so many is compiled, others for each architecture
 REGISTERS = 65536  # of a multiprocessor
 REGISTER_UNIT = 8  # of a thread
-# Bytes that some tiles of a kernel still spill, with as large a stack frame: the estimate of phase_wgmma's registers lets
-# a few through. The plans of the fixed cases in test_compile.py spill nothing.
+# Bytes that some tiles of a kernel still spill, with as large a stack frame: the estimate of phase_wgmma's registers
+# lets a few through. The plans of the fixed cases in test_compile.py spill nothing.
 STILL_SPILLED = {"phase_wgmma": 320}
 
 
