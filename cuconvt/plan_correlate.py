@@ -144,8 +144,10 @@ def _tiles(geometry: Geometry, dtype: str, layout: Layout, device: Device) -> It
     """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
     accumulators = 32 if dtype == "float64" else 64
     threads = {1: (1, 1, 128), 2: (1, 16, 8), 3: (8, 4, 4)}[geometry.rank]
+    # For newer architectures the compiler crashes on some kernels with more unrolled taps (16 of stride 8, say).
+    most = MAX_UNROLLED_TAPS if device.compute_capability < 100 else min(8, MAX_UNROLLED_TAPS)
     for halo in ((True, True, True), (False, True, True), (False, False, True), (False, False, False)):
-        if halo[2] and geometry.kernel[2] > MAX_UNROLLED_TAPS:
+        if halo[2] and geometry.kernel[2] > most:
             continue
         for channels, threads_c in itertools.product((16, 8, 4, 2, 1), (1, 2, 3)):
             positions_w = next(p for p in ((3, 1) if geometry.rank == 1 else (4, 2, 1)) if p * channels <= accumulators)

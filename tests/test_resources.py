@@ -29,7 +29,7 @@ REGISTERS = 65536  # of a multiprocessor
 REGISTER_UNIT = 8  # of a thread
 # Bytes that some tiles of a kernel still spill, with as large a stack frame: the estimate of phase_wgmma's registers
 # lets a few through. The plans of the fixed cases in test_compile.py spill nothing.
-STILL_SPILLED = {"phase_wgmma": 320}
+STILL_SPILLED = {"phase_wgmma": 320, "correlate_few_channels": 16}
 
 
 def problems_with(plan: Plan, usage: Usage, shared_limit: int) -> list[str]:
