@@ -349,7 +349,6 @@ def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
     monkeypatch.setattr(launches, "getDevice", lambda: -1)  # what a CPU tensor gives for its device
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "current", raising=False)
-    monkeypatch.setattr(launches, "_address", lambda tensor, device: tensor.data_ptr())
     monkeypatch.setattr(launches, "_stream", lambda pointer: f"the {pointer} stream")
     x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEM))
     like = in_channels_last(torch.empty(PROBLEM.out_shape, dtype=torch.float64), 3)

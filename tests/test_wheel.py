@@ -76,7 +76,7 @@ def test_kernel_compiles(kernel: str, installed: Path, tmp_path: Path) -> None:
     code = f"""
 from cuconvt import compile
 assert compile.kernel_folder().is_relative_to({str(installed)!r}), compile.kernel_folder()
-print(len(compile.compile_kernel({kernel!r}, "sm_90").code))
+print(len(compile.compile_kernel({kernel!r}, "sm_90a").code))
 """
     size = run_python("-c", code, cwd=tmp_path, paths=[installed])
     assert int(size) > 0
