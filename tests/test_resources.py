@@ -24,7 +24,7 @@ nvrtc = pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not inst
 FAMILIES = sorted(file.stem for file in compiler.kernel_folder().glob("*.cu"))
 PLANNED = [(family, arch) for family in FAMILIES for arch in DEVICES if family != "phase_wgmma" or arch == 90]
 FULL = os.environ.get("RESOURCES") == "full"
-PART = 24  # by default one tile of twice so many is compiled, others for each architecture
+PART = 24  # by default one tile of four times so many is compiled, others for each architecture
 REGISTERS = 65536  # of a multiprocessor
 REGISTER_UNIT = 8  # of a thread
 # Bytes that some tiles of a kernel still spill, with as large a stack frame: the estimate of phase_wgmma's registers
@@ -74,7 +74,7 @@ def check(family: str, arch: int, plans: tuple[Plan, ...], cache: pytest.Cache) 
 @pytest.mark.parametrize(("family", "arch"), PLANNED)
 def test_some_tiles(family: str, arch: int, pytestconfig: pytest.Config) -> None:
     first = PART // len(DEVICES) * sorted(DEVICES).index(arch)
-    check(family, arch, of_every_tile(family, arch)[first :: 2 * PART], pytestconfig.cache)
+    check(family, arch, of_every_tile(family, arch)[first :: 4 * PART], pytestconfig.cache)
 
 
 @pytest.mark.skipif(not FULL, reason="compiling every tile takes long: RESOURCES=full")
