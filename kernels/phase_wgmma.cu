@@ -395,7 +395,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned lo
                 if (!MERGE_W && tap % AxisW::STEP != chain % SETS_W) continue;
 #pragma unroll
                 for (int k = 0; k < K_STEPS; ++k) {
-                    multiply_add(sums[chain % 2], a + start[chain / SETS_W] + shift_of(tap, pad) + (part_a * K_STEPS + k) * 2 * plane,
+                    multiply_add(sums[chain % 2], a + recomputed(start[chain / SETS_W]) + shift_of(tap, pad) + (part_a * K_STEPS + k) * 2 * recomputed(plane),
                                  b + ((tap * K_STEPS + k) * PARTS + part_b) * OPERAND, accumulate);
                     accumulate = true;
                 }
@@ -422,7 +422,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned lo
 #pragma unroll
             for (int k = 0; k < K_STEPS; ++k) {
                 multiply_add(acc.value[set + (MERGE_W ? 0 : tap % AxisW::STEP)][tile],
-                             a + start[tile] + shift_of(tap, pad) + k * 2 * plane, b + (tap * K_STEPS + k) * OPERAND, true);
+                             a + recomputed(start[tile]) + shift_of(tap, pad) + k * 2 * recomputed(plane), b + (tap * K_STEPS + k) * OPERAND, true);
             }
         }
     }
@@ -606,13 +606,14 @@ __device__ __forceinline__ void store_channels(const Accumulators& acc, const fl
     for (int tile = 0; tile < TILES_M; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int place = start[tile] + (warp % 4 * 2 + half) * pitch + lane / 4;
+            const int place = recomputed(start[tile]) + (warp % 4 * 2 + half) * pitch + lane / 4;
             const int row = (int)quotient(place, p.box_magic[2]), slice = (int)quotient(row, p.box_magic[1]);
             const int w = place - row * s.w, h = row - slice * s.h;
             const bool ours = warp / 4 % TEAM * TILES_M + tile < tiles && w < (int)p.box[2] && h < (int)p.box[1] &&
                               slice < (int)p.box[0];
 #pragma unroll
             for (int phase = 0; phase < SET_PHASES; ++phase) {
+                issue_in_order();
                 const int phase_w = phase % STRIDE_W;
                 const int phase_h = ALL_PHASES ? phase / STRIDE_W % PHASES_H : b.phase_h;
                 const int phase_d = ALL_PHASES ? phase / STRIDE_W / PHASES_H : b.phase_d;
@@ -868,7 +869,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 const unsigned long long box = staged + x_ring.place * PLANES * s.plane;
                 const auto multiply_row = [&](int set, int down, int across) {
                     weight_ring.wait_until_full();
-                    multiply(acc, set * SETS_W, box + (down * s.h + across) * s.w, weights + weight_ring.place * SLOT, start,
+                    multiply(acc, set * SETS_W, box + (down * recomputed(s.h) + across) * recomputed(s.w), weights + weight_ring.place * SLOT, start,
                              s.plane, p.pad[2]);
                     if (LAGS) release();
                     used_slot = weight_ring.place;

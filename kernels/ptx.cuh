@@ -226,6 +226,12 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[COLUMNS / 2], unsigned lon
 // Keeps the compiler from moving memory accesses across: what comes before is issued before what comes after.
 __device__ __forceinline__ void issue_in_order() { asm volatile("" ::: "memory"); }
 
+// The value. What follows from it is worked out where it is used, not kept in registers from before a loop.
+__device__ __forceinline__ int recomputed(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // ---- barriers and bulk copies (sm_90) --------------------------------------------------------------------------------
 // A barrier in shared memory completes a phase when `count` arrivals and all announced bytes are in; phases alternate
 // between parity 0 and 1, beginning with 0.

@@ -2,7 +2,7 @@
 
     python tests/sanitize.py [--tool memcheck ...] [pytest arguments]
 
-Without pytest arguments a chosen set of `tests/test_gpu.py` runs under each of the four tools.
+Without pytest arguments a chosen set of the GPU tests, forward and gradients, runs under each of the four tools.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Every dtype and layout and several tiles on every axis, but no huge array: a tool makes a kernel tens of times slower.
-CHOSEN = ("tests/test_gpu.py", "-k", "fixed_case or layout or several_tiles")
+CHOSEN = ("tests/test_gpu.py", "tests/test_grad_gpu.py", "-k", "fixed_case or layout or several_tiles")
 
 
 def find_sanitizer() -> str | None:
