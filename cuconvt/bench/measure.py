@@ -192,7 +192,7 @@ def _check(blank: Cell, case: Case, precision: Precision, inputs: Inputs) -> tup
         run = cuconvt_side.make_call(case, operation, arrays, precision.mode)
         out = poisoned(case.shapes[result], precision.dtype, "NCDHW" if result == "weight" else blank.layout)
         run(out=out)
-        accuracy = compare(cupy, widened(out), inputs.patches, precision.smallest)
+        accuracy = compare(cupy, widened(out), inputs.patches, precision.rounding, precision.smallest)
         run()  # without `out`, as it is timed: the pool's first time is its slowest
     except (CompileError, ValueError, OutOfMemoryError) as error:
         return replace(blank, status="failed", problem=f"{type(error).__name__}: {error}"), None
@@ -202,7 +202,7 @@ def _check(blank: Cell, case: Case, precision: Precision, inputs: Inputs) -> tup
     if accuracy.finite and accuracy.scaled <= allowed:
         return cell, run
     scale = "sum of magnitudes" if operation == "forward" else "root of the sum of squares"
-    problem = f"largest error {accuracy.scaled:.1e} of the {scale}, allowed {allowed:.1e}"
+    problem = f"largest error beyond rounding {accuracy.scaled:.1e} of the {scale}, allowed {allowed:.1e}"
     return replace(cell, status="wrong", problem=problem if accuracy.finite else f"not all finite; {problem}"), None
 
 

@@ -30,7 +30,7 @@ class Accuracy:
     error : float
         Largest absolute error.
     scaled : float
-        Largest error relative to the patches' magnitudes; NaN counts as infinite.
+        Largest error beyond an element's own rounding, relative to the patches' magnitudes; NaN counts as infinite.
     finite : bool
         Whether every element of the result is finite, also where no reference was computed.
     """
@@ -199,16 +199,28 @@ def _overlap(case: Case, low: int, full: Sequence[int], span: Span) -> tuple[Sli
     return tuple(source), tuple(target)
 
 
-def compare(xp: Any, result: Any, patches: list[Patch], smallest: float = 0.0) -> Accuracy:
-    """Compare a result with the exact one, element by element; `smallest` is the dtype's smallest positive number."""
+def compare(xp: Any, result: Any, patches: list[Patch], rounding: float = 0.0, smallest: float = 0.0) -> Accuracy:
+    """Compare a result with the exact one, element by element.
+
+    Parameters
+    ----------
+    xp : module
+        numpy or cupy.
+    result : array
+    patches : list of Patch
+    rounding : float
+        What an element may lose in its dtype, as a share of itself.
+    smallest : float
+        The dtype's smallest positive number, half of which it may lose however small it is.
+    """
     error = scaled = 0.0
+    tiny = np.finfo(np.float64).tiny  # where an output has no term at all, what is not exact is infinitely wrong
     for patch in patches:
-        got = result[patch.sample][:, slice(*patch.span)].astype(np.float64)
-        off = abs(got - patch.value)
-        # Where an output has no term at all, anything but an exact result is infinitely wrong.
-        floor = np.finfo(np.float64).tiny
-        # Rounding costs half of the smallest number, however small the terms are.
-        relative = float((xp.maximum(off - smallest / 2, 0) / xp.maximum(patch.magnitude, floor)).max())
-        error = max(error, float("inf") if np.isnan(relative) else float(off.max()))
+        off = abs(result[patch.sample][:, slice(*patch.span)].astype(np.float64) - patch.value)
+        largest = float(off.max())
+        off -= rounding * abs(patch.value)  # in place, for the memory
+        off = xp.maximum(off - smallest / 2, 0)
+        relative = float((off / xp.maximum(patch.magnitude, tiny)).max())
+        error = max(error, float("inf") if np.isnan(relative) else largest)
         scaled = max(scaled, float("inf") if np.isnan(relative) else relative)
     return Accuracy(error, scaled, all(bool(xp.isfinite(sample).all()) for sample in result))

@@ -76,8 +76,9 @@ class Cell:
     kernel : str
         The kernel that the plan chose.
     error, scaled_error : float
-        Largest error against float64: absolute, and relative to the sum of the magnitudes of an output's terms, for
-        gradients to the root of the sum of their squares.
+        Largest error against float64: absolute, and beyond an element's own rounding to its dtype, relative to the sum
+        of the magnitudes of its terms, for gradients to the root of the sum of their squares. Older records have the
+        latter with the rounding.
     time : Times
     extra_bytes : int
         Peak of memory during a call beyond its result.
