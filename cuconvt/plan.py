@@ -55,6 +55,8 @@ class Layout:
     out: Ints
     x_aligned: bool = True  # whether x starts on a 16-byte boundary
     out_aligned: bool = True
+    weight_group: int | None = None  # from group to group; None: the groups follow each other along C_in
+    weight_first: int = 0  # where the first channels and tap of the first group are, from the array's first element
 
     @classmethod
     def of(cls, x: Any, weight: Any, bias: Any, out: Any) -> Layout:
@@ -218,12 +220,18 @@ def needs_64_bits(geometry: Geometry, layout: Layout, box: Ints) -> bool:
     g = geometry
     spans = (
         span((g.n, g.c_in, *g.x_extent), layout.x),
-        span((g.c_in, g.c_out_per_group, *g.kernel), layout.weight),
+        span((g.groups, g.c_in_per_group, g.c_out_per_group, *g.kernel), weight_strides(geometry, layout)),
         span((g.n, g.c_out, *g.out_extent), layout.out),
     )
     # Positions are computed up to a whole box beyond the last output, before they are compared with the extent.
     reached = (o + p + s * 2 * b for o, p, s, b in zip(g.out_extent, g.pad_before, g.stride, box, strict=True))
     return max(*spans, *reached, *g.x_extent) >= INDEX_LIMIT
+
+
+def weight_strides(geometry: Geometry, layout: Layout) -> Ints:
+    """Return the strides of the weight: groups, C_in and C_out of a group, kD, kH, kW."""
+    follow_each_other = geometry.c_in_per_group * layout.weight[0]
+    return (follow_each_other if layout.weight_group is None else layout.weight_group, *layout.weight)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -245,13 +253,15 @@ def problem_parameters(
 ) -> Ints:
     """Return ``struct Problem`` of kernels/common.cuh as a flat tuple."""
     g = geometry
+    weight_group, *weight = weight_strides(geometry, layout)
     return (
         *(g.n, g.groups, g.c_in_per_group, g.c_out_per_group),
         *g.x_extent,
         *g.out_extent,
         *g.pad_before,
         *layout.x,
-        *layout.weight,
+        *weight,
+        *(weight_group, layout.weight_first),
         layout.bias or 0,
         *layout.out,
         *tiles,

@@ -21,6 +21,7 @@ from cuconvt.plan import (
     at_residue,
     magic,
     needs_64_bits,
+    positions,
     problem_parameters,
     round_up,
 )
@@ -37,7 +38,7 @@ MAX_OUTPUTS = 2**15 - 1 - 2**10  # of a box, along an axis: counted in 16 bits
 REGISTERS = {
     (1, 1, 2): (200, 56),
     (2, 2, 1): (200, 56),
-    (1, 1, 3): (112, 48),
+    (1, 1, 3): (104, 56),
 }
 
 MAX_UNROLLED = 450  # wgmmas of a chunk, where a block owns all phases: more take seconds to compile
@@ -51,7 +52,10 @@ MEMORY_BYTES_A_CLOCK = 18
 INSTRUCTIONS_A_CLOCK = 2
 OVERLAP = 0.15  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS, CHUNK_CLOCKS = 1500, 1000  # in which a block waits: for a box, and for a chunk of channels
-TYPICAL_EXTENTS = {1: (256, 4100), 2: (16, 65, 128), 3: (8, 33, 48, 66)}  # of an axis, by rank
+SLICE_CLOCKS, SLICE_CHUNK_CLOCKS = 4000, 300  # likewise, where a block slides
+TYPICAL_EXTENTS = {1: (256, 4100), 2: (16, 65, 128), 3: (33, 48, 66)}  # of an axis, by rank
+WIDE = 128  # channels: networks have so many where extents are small, too
+TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: (8, 33, 48, 66)}
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class Tile:
     take_turns: bool
     all_phases: bool
     min_blocks: int
+    slides: bool = False
+    half_k: bool = False
 
     @property
     def rows(self) -> int:
@@ -88,7 +94,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Box:
-    """The run-time shape of a block: positions q along D, H, W, and how rows of A map to them."""
+    """The run-time shape of a block: positions q along D, H, W, and how rows of A map to them.
+
+    A tile that slides has one slice along D in shared memory, and the patches and the plane are those of a slice.
+    """
 
     extent: tuple[int, int, int]
     patches: tuple[int, int]  # of 8 x 8 positions along H and W; zeros where 64 positions follow each other
@@ -133,11 +142,16 @@ def plan_tile(
     """Plan a problem with a given tile."""
     work = Work(geometry, dtype, precision, layout)
     extents = tuple(-(-o // s) for o, s in zip(geometry.out_extent, geometry.stride, strict=True))
+    tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
+    if tile.slides:
+        extents = (positions(geometry, 0), *extents[1:])
     box = work.best_box(tile, extents, device)
     if box is None:
         return Refusal("phase_wgmma", "the box of this tile does not fit into shared memory")
+    if tile.slides:
+        columns = _count(extents[1:], box.extent[1:]) * tiles_c * geometry.groups * geometry.n
+        box = work.cut_along_d(tile, box, extents[0], columns, device.multiprocessors * tile.min_blocks)
     tiles = tuple(-(-q // b) for q, b in zip(extents, box.extent, strict=True))
-    tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
     phases = 1 if tile.all_phases else geometry.stride[0] * geometry.stride[1]
     blocks = prod(tiles) * phases * tiles_c * geometry.groups * geometry.n
     if blocks > MAX_BLOCKS:
@@ -164,6 +178,8 @@ def plan_tile(
         ("RESIDENT", int(tile.resident)),
         ("TAKE_TURNS", int(tile.take_turns)),
         ("ALL_PHASES", int(tile.all_phases)),
+        ("SLIDES", int(tile.slides)),
+        ("HALF_K", int(tile.half_k)),
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
         ("OUT_VECTOR", int(layout.out_channels_last and _out_vector(geometry, layout, work.shape.itemsize))),
@@ -204,9 +220,8 @@ def _grid(blocks: int, resident: int, phases: int, weights: int) -> int:
     """
     if blocks <= resident:
         return blocks
-    if weights > 1:
-        return resident // weights * weights or weights
-    return next(grid for grid in range(resident, 0, -1) if gcd(grid, phases) == 1)
+    times = max(1, resident // weights)
+    return weights * next(grid for grid in range(times, 0, -1) if gcd(grid, phases) == 1)
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
@@ -303,15 +318,28 @@ class Work:
 
     def reach(self, tile: Tile) -> Ints:
         """Return how much wider the staged box is than the box of positions."""
-        return self.reach_of_all if tile.all_phases else self.reach_of_one
+        reach = self.reach_of_all if tile.all_phases else self.reach_of_one
+        return (0, *reach[1:]) if tile.slides else reach
+
+    def depth(self, tile: Tile, box: Box) -> int:
+        """Return the slices along D of a box that are staged and multiplied one after the other."""
+        return box.extent[0] + (self.shape.kernel[0] - 1) // self.shape.stride[0] if tile.slides else 1
 
     def sums(self, tile: Tile) -> int:
-        """Return the phases or taps whose sums a block holds."""
+        """Return the phases or taps whose sums a block stores at a time."""
         along_w = self.shape.kernel[2] if tile.merge_w else self.live[2]
         return along_w * (self.live[0] * self.live[1] if tile.all_phases else 1)
 
+    def held(self, tile: Tile) -> int:
+        """Return the same of those that it holds."""
+        return (
+            self.sums(tile) // (self.live[0] if tile.all_phases else 1) * self.shape.kernel[0]
+            if tile.slides
+            else self.sums(tile)
+        )
+
     def rows(self, tile: Tile) -> float:
-        """Return the taps along D and H that a block multiplies, on average."""
+        """Return the taps along D and H that a block multiplies, on average; of a slice if it slides."""
         s = self.shape
         return s.kernel[0] * s.kernel[1] / (1 if tile.all_phases else s.stride[0] * s.stride[1])
 
@@ -332,21 +360,41 @@ class Work:
 
     def chunk(self, tile: Tile) -> int:
         """Input channels staged at a time."""
-        return 2 * tile.k_steps * (16 // self.shape.itemsize)
+        return self.pieces(tile) * (16 // self.shape.itemsize)
+
+    def pieces(self, tile: Tile) -> int:
+        """16-byte pieces of channels that are staged at a time."""
+        return 1 if tile.half_k else 2 * tile.k_steps
 
     def accumulators(self, tile: Tile) -> int:
         """Registers of a worker that hold sums."""
         chains = self.columns(tile) if self.shape.products == 3 else 0
-        return self.sums(tile) * tile.tiles_m * 4 * tile.tiles_c + chains
+        return self.held(tile) * tile.tiles_m * 4 * tile.tiles_c + chains
 
     def other_registers(self, tile: Tile) -> int:
-        """Estimate how many registers a worker needs besides."""
-        count = 54 + (12 * tile.k_steps if tile.all_phases else 0)  # unrolled rows keep many descriptors
-        if self.shape.products == 3:
-            count += 60 if tile.all_phases else 0 if tile.merge_w else 22
-        if self.shape.out_channels_last:
-            count += 7 + 6 * tile.tiles_m + 2 * self.outputs(tile)  # where rows of all tiles and phases go
-        return count
+        """Estimate how many registers a worker needs besides: a little more than the compiler was seen to need."""
+        s, outputs, three = self.shape, self.outputs(tile), self.shape.products == 3
+        row = tile.tiles_m * tile.k_steps * s.kernel[2]  # descriptors for a row of taps
+        if s.out_channels_last:  # where rows of all tiles and phases go
+            count = 61 + 6 * tile.tiles_m + 2 * outputs + tile.tiles_m**2 * (outputs - 1) // 2 + row // 10
+        elif tile.merge_w:
+            count = 54 + (2 * outputs + 6 * max(tile.tiles_m - 2, 0) if three else self.targets(tile))
+        else:
+            rows_of_taps = s.kernel[0] * s.kernel[1] > 1
+            count = (58 if rows_of_taps else 56) + tile.tiles_m // 2 + tile.tiles_m * s.kernel[2]
+        if tile.all_phases:  # unrolled rows keep many descriptors
+            count += 12 * tile.k_steps
+            if three:
+                count += 50 if not s.out_channels_last else 58 if tile.resident else 66
+            elif not s.out_channels_last:
+                count += self.unrolled(tile) // 4 if tile.merge_w else 8 + self.unrolled(tile) // 7
+        elif three and not tile.merge_w:
+            count += 16 + 3 * row // 8 if s.out_channels_last else 20
+        return count + (4 if tile.min_blocks > 2 else 0)
+
+    def targets(self, tile: Tile) -> int:
+        """Return the positions of the result that a worker's thread stores."""
+        return -(-tile.rows * self.outputs(tile) // (128 * tile.team))
 
     def slot_bytes(self, tile: Tile) -> int:
         """Weights of the taps along W, for one tap along D and H and a chunk."""
@@ -371,7 +419,8 @@ class Work:
     def fits(self, tile: Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        far = max(e * st for e, st in zip(box.extent, self.shape.stride, strict=True))
+        extent = (1, *box.extent[1:]) if tile.slides else box.extent
+        far = max(e * st for e, st in zip(extent, self.shape.stride, strict=True))
         return box.plane <= MAX_POSITIONS and far <= MAX_OUTPUTS and self.shared_bytes(tile, box, True) <= room
 
     def boxes(self, tile: Tile, extents: Ints) -> Iterator[Box]:
@@ -380,33 +429,48 @@ class Work:
         extra = reach_w if tile.merge_w else 0
         for w in _widths(extents[2], tile.rows - extra):
             pitch = w + reach_w
-            for d in _few(extents[0]):
+            for d in [1] if tile.slides else _few(extents[0]):
                 most = ((tile.rows - w - extra) // pitch + 1 - (d - 1) * reach_h) // d
                 if most < 1:
                     break
                 h = _even(extents[1], most)
                 rows = ((d - 1) * (h + reach_h) + h - 1) * pitch + w + extra
-                yield self._box(tile, (d, h, w), (0, 0), round_up(rows, ROWS) - 1 - extra)
+                whole = (extents[0], h, w) if tile.slides else (d, h, w)
+                yield self._box(tile, whole, (0, 0), round_up(rows, ROWS) - 1 - extra)
         if tile.merge_w:
             return
         count = tile.rows // ROWS
         for across in range(1, min(count, -(-extents[2] // 8)) + 1):
             for down in range(1, min(count // across, -(-extents[1] // 8)) + 1):
-                d = _even(extents[0], count // (across * down))
+                d = 1 if tile.slides else _even(extents[0], count // (across * down))
                 h, w = 8 * down, 8 * across
                 pitch = w + reach_w
                 last = ((d - 1) * (h + reach_h) + h - 1) * pitch + w - 1
-                yield self._box(tile, (d, h, w), (down, across), last)
+                yield self._box(tile, (extents[0] if tile.slides else d, h, w), (down, across), last)
 
     def _box(self, tile: Tile, extent: tuple[int, int, int], patches: tuple[int, int], last_row: int) -> Box:
         """Add the number of positions: all of the box with its halo, and up to what the last row's last tap reads."""
         reach = self.reach(tile)
         d, h, w = (e + r for e, r in zip(extent, self.reach(tile), strict=True))
+        if tile.slides:
+            d = 1
         reads = last_row + (reach[0] * h + reach[1]) * w + reach[2] + 1
         # Neighbouring pieces of a position lie in different banks.
         units = 2 * tile.k_steps
         plane = at_residue(max(d * h * w, reads), 8 // min(8, units) % 8, 8)
         return Box(extent, patches, plane, d * h * (w // 2 + 1 if self.shape.pairs else w))
+
+    def cut_along_d(self, tile: Tile, box: Box, extent: int, columns: int, resident: int) -> Box:
+        """Return the box with the extent along D that keeps so many blocks busy with few slices read twice."""
+        cuts = {_even(extent, -(-extent // parts)) for parts in range(1, min(extent, 64) + 1)}
+
+        def slices_of_the_busiest(d: int) -> int:
+            return -(-columns * -(-extent // d) // resident) * self.depth(
+                tile, dataclasses.replace(box, extent=(d, 1, 1))
+            )
+
+        d = min(sorted(cuts, reverse=True), key=slices_of_the_busiest)
+        return dataclasses.replace(box, extent=(d, *box.extent[1:]))
 
     def best_box(self, tile: Tile, extents: Ints, device: Device) -> Box | None:
         """Return the box with the least time for so many positions."""
@@ -433,26 +497,29 @@ class Work:
     def typical_cost(self, tile: Tile, device: Device) -> float | None:
         """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""
         rank, logarithms = self.shape.rank, 0.0
-        for typical in TYPICAL_EXTENTS[rank]:
+        wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
+        typical_extents = (TYPICAL_EXTENTS_OF_WIDE if wide else TYPICAL_EXTENTS)[rank]
+        for typical in typical_extents:
             extents = tuple(typical if axis >= 3 - rank else 64 for axis in range(3))
             box = self.best_box(tile, extents, device)
             if box is None:
                 return None
             logarithms += log(self.cost(tile, box) * _count(extents, box.extent) / prod(extents))
-        return exp(logarithms / len(TYPICAL_EXTENTS[rank]))
+        return exp(logarithms / len(typical_extents))
 
     def least_cost(self, tile: Tile) -> float:
         """Return a lower bound of a position's clocks: a box that fills the tile, in one row and without a halo."""
-        return self.cost(tile, Box((1, 1, tile.rows), (0, 0), tile.rows, tile.rows)) / tile.rows
+        depth = 1000 if tile.slides else 1
+        return self.cost(tile, Box((depth, 1, tile.rows), (0, 0), tile.rows, tile.rows)) / (depth * tile.rows)
 
     def clocks(self, tile: Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for one box, averaged over the phases along D and H."""
         s = self.shape
-        chunks = -(-s.c_in // self.chunk(tile))
+        chunks = -(-s.c_in // self.chunk(tile)) * self.depth(tile, box)
         rows, columns = self.rows(tile), self.columns(tile)
         taps = 1 if tile.merge_w else s.kernel[2]
         products = chunks * rows * tile.tiles_m * tile.team * taps * tile.k_steps * s.products
-        staged = chunks * box.plane * tile.k_steps * 32  # bytes of x, as it comes
+        staged = chunks * box.plane * self.pieces(tile) * 16  # bytes of x, as it comes
         weights = 0 if tile.resident else chunks * rows * self.slot_bytes(tile)
         outputs = prod(box.extent) * self.outputs(tile) * min(8 * tile.tiles_c, s.c_out)
         # Rows end within a 128-byte line; 16 bits of a position fill half of one.
@@ -463,7 +530,8 @@ class Work:
         stores = outputs / 32 * (1 + 32 / (box.extent[2] * s.stride[2]))
         if s.out_channels_last:
             stores = outputs / 32 * (1 if s.itemsize == 4 else 0.75)
-        turned = 0 if s.out_channels_last else tile.rows * self.sums(tile) * 8 * tile.tiles_c / 32
+        stored = box.extent[0] if tile.slides else 1
+        turned = 0 if s.out_channels_last else stored * tile.rows * self.sums(tile) * 8 * tile.tiles_c / 32
         if not s.out_channels_last:
             turned += outputs / 32 * (max(1, s.kernel[2] / s.stride[2]) if tile.merge_w else 1)
         # A wgmma reads A and B from shared memory, which also serves every other access of the block.
@@ -475,7 +543,10 @@ class Work:
         issue = (staged / s.itemsize * (1.5 if s.x_channels_last else 5) + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
         busiest = max(shared, tensor, l2, memory, issue)
         others = shared + tensor + l2 + memory + issue - busiest
-        waits = chunks * CHUNK_CLOCKS * (1 if tile.x_stages == 2 else 0.85) + BOX_CLOCKS
+        a_box, a_chunk = (SLICE_CLOCKS, SLICE_CHUNK_CLOCKS) if tile.slides else (BOX_CLOCKS, CHUNK_CLOCKS)
+        if tile.slides and tile.min_blocks > 1:  # one block stores while another multiplies
+            a_box //= 2
+        waits = chunks * a_chunk * (1 if tile.x_stages == 2 else 0.85) + stored * a_box
         return busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
 
 
@@ -521,12 +592,16 @@ def tiles(work: Work) -> Iterator[Tile]:
     several = shape.stride[0] * shape.stride[1] > 1
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
-    for (workers, stagers, blocks), all_phases, merge_w, tiles_c, tiles_m, k_steps, deep in itertools.product(
-        REGISTERS, (False, True), (False, True), tiles_of_channels, (1, 2, 3, 4, 6, 8), (1, 2), (False, True)
+    may_slide = shape.kernel[0] > shape.stride[0] and shape.dilation[0] == 1
+    for slides, (workers, stagers, blocks), all_phases, merge_w, tiles_c, tiles_m, k_steps, deep in itertools.product(
+        (False, True) if may_slide else (False,),
+        *(REGISTERS, (False, True), (False, True), tiles_of_channels, (1, 2, 3, 4, 6, 8), (1, 2), (False, True)),
     ):
-        tile = Tile(
-            workers, stagers, tiles_m, tiles_c, merge_w, k_steps, 4 if deep else 2, 3, False, False, all_phases, blocks
-        )
+        common = (workers, stagers, tiles_m, tiles_c, merge_w, k_steps, 4 if deep else 2)
+        half_k = shape.itemsize == 2 and k_steps == 1 and shape.c_in <= 8
+        tile = Tile(*common, 3, False, False, all_phases, blocks, slides, half_k)
+        if slides and several and not all_phases:
+            continue
         if all_phases and (not several or work.unrolled(tile) > MAX_UNROLLED):
             continue
         # These spill, however few the accumulators.
@@ -542,12 +617,12 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         if work.columns(tile) > MAX_COLUMNS:
             continue
-        if work.accumulators(tile) + work.other_registers(tile) > REGISTERS[workers, stagers, blocks][0]:
-            continue
         if all_phases or not several:
             slots = -(-shape.c_in // work.chunk(tile)) * shape.kernel[0] * shape.kernel[1]
             if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
                 tile = dataclasses.replace(tile, ring=slots, resident=True)
-                if workers > 1:
-                    yield dataclasses.replace(tile, take_turns=True)
+        if work.accumulators(tile) + work.other_registers(tile) > REGISTERS[workers, stagers, blocks][0]:
+            continue
+        if tile.resident and workers > 1 and not slides:
+            yield dataclasses.replace(tile, take_turns=True)
         yield tile

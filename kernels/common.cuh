@@ -115,6 +115,8 @@ struct Problem {
     long long x_extent[3], out_extent[3], pad[3];
     long long x_stride[5];       // N, C_in, D, H, W
     long long weight_stride[5];  // C_in, C_out / groups, kD, kH, kW
+    long long weight_group_stride;
+    long long weight_first;  // where the first channels and tap of the first group are, from the address that is passed
     long long bias_stride;
     long long out_stride[5];  // N, C_out, D, H, W
     long long tiles[4];    // along D, H, W (in positions q of a phase) and along the channels of a group

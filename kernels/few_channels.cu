@@ -212,8 +212,8 @@ __device__ __forceinline__ void stage_weight(Acc* to, const Stored* weight, cons
         const int group = (int)(channel / p.c_out), c = (int)(channel % p.c_out) + co;
         Acc value = 0;
         if (row < taps_h.count && c < p.c_out && group < p.groups) {
-            value = widen(weight[(group * (Index)p.c_in + ci) * (Index)p.weight_stride[0] +
-                                 c * (Index)p.weight_stride[1] +
+            value = widen(weight[(Index)p.weight_first + group * (Index)p.weight_group_stride +
+                                 ci * (Index)p.weight_stride[0] + c * (Index)p.weight_stride[1] +
                                  tap / (KERNEL_W * ROWS) * (Index)p.weight_stride[2] +
                                  taps_h.tap(row) * (Index)p.weight_stride[3] +
                                  tap % KERNEL_W * (Index)p.weight_stride[4]]);

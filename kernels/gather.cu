@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const Block b = locate(p);
     x += b.n * p.x_stride[0] + b.group * p.c_in * p.x_stride[1];
-    weight += b.group * p.c_in * p.weight_stride[0];
+    weight += p.weight_first + b.group * p.weight_group_stride;
     out += b.n * p.out_stride[0] + b.group * p.c_out * p.out_stride[1];
 
     const int lane_w = threadIdx.x % THREADS_W;

@@ -672,8 +672,8 @@ extern "C" __global__ void phase_gemm_pack(const Stored* weight, unsigned* packe
     const long long group = index / p.tiles[3];
 
     const int co = tile_c * BOX_C + eight * 8 + lane / 4;
-    weight += group * p.c_in * p.weight_stride[0] + co * p.weight_stride[1] + tap_d * p.weight_stride[2] +
-              tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
+    weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] +
+              tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int c = (chunk * WORDS + step * 8 + lane % 4 + i * 4) * CHANNELS_A_WORD;

@@ -12,113 +12,32 @@
 // With MERGE_W all taps along W are columns of one wgmma, of the same positions; the sums of a tap are shifted when the
 // result is stored. It reads x once instead of once a tap, which is what bounds few output channels.
 //
+// With SLIDES a block walks along D: it stages each slice of x once, not once a tap, multiplies it by the taps of all rows
+// along D at once, and has as many sums in flight; after a slice, the outputs that no later slice reaches are stored.
+//
 // Warps have roles. Workers multiply and store the result; of the last warps one brings weights by bulk copies and the others
 // stage x through registers, where it is turned, rounded to TF32 or split. A block takes one box after the other, so
 // that the next one is staged while the result of the last is stored.
 //
 // Compile-time: kernel, stride, dilation, dtype, precision and tile. Run-time: N, extents, the box, padding, channels.
-#include "common.cuh"
-#include "tf32.cuh"
+#include "wgmma_box.cuh"
 
-#define NATIVE 0  // 16-bit operands as they are
-#define TF32 1    // rounded to TF32
-#define TF32X3 3  // three products of TF32 parts: as accurate as float32
-
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef PRECISION
-#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
-#ifndef WORKERS  // warpgroups that multiply
-#define WORKERS 1
-#endif
-#ifndef STAGER_GROUPS  // warpgroups that bring weights and x
-#define STAGER_GROUPS 1
-#endif
-#ifndef TAKE_TURNS  // whether each worker has boxes of its own, so that one stores while another multiplies
-#define TAKE_TURNS 0
-#endif
-#ifndef TILES_M  // times 64 positions a worker owns
-#define TILES_M 2
-#endif
-#ifndef TILES_C  // times 8 output channels
-#define TILES_C 4
-#endif
-#ifndef MERGE_W  // whether the taps along W are columns of one wgmma
-#define MERGE_W 0
-#endif
 #ifndef ALL_PHASES  // whether a block owns the phases along D and H too, and not one of them
 #define ALL_PHASES 0
 #endif
-#ifndef K_STEPS  // pairs of pieces of input channels staged at a time
-#define K_STEPS 1
-#endif
-#ifndef X_STAGES
-#define X_STAGES 2
-#endif
-#ifndef RING  // slots of weights
-#define RING 3
-#endif
-#ifndef RESIDENT  // whether the ring holds all weights that a block needs, which then stay
-#define RESIDENT 0
-#endif
-#ifndef X_CHANNELS_LAST
-#define X_CHANNELS_LAST 0
-#endif
-#ifndef OUT_CHANNELS_LAST
-#define OUT_CHANNELS_LAST 0
-#endif
-#ifndef OUT_VECTOR  // whether four channels of a channels-last result may be written at a time
-#define OUT_VECTOR 0
-#endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS 2
-#endif
-#ifndef WORKER_REGISTERS  // of a thread, after the stagers gave up what they do not need
-#define WORKER_REGISTERS 200
-#define STAGER_REGISTERS 56
+#ifndef HALF_K  // whether the second piece of a wgmma is nothing: for no more channels than one piece has
+#define HALF_K 0
 #endif
 
-typedef Element<DTYPE>::Stored Stored;
-
-typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
-typedef Axis<KERNEL_H, STRIDE_H, DILATION_H> AxisH;
-typedef Axis<KERNEL_W, STRIDE_W, DILATION_W> AxisW;
-
-constexpr int WORKER_THREADS = 128 * WORKERS;
-constexpr int THREADS = WORKER_THREADS + 128 * STAGER_GROUPS;
-constexpr int TEAM = TAKE_TURNS ? 1 : WORKERS;  // warpgroups that share a box
-constexpr int TEAM_THREADS = 128 * TEAM;
-constexpr int TEAMS = WORKERS / TEAM;
-constexpr int STAGERS = 128 * STAGER_GROUPS - 32;  // threads that stage x
-
-constexpr int PIECE = 16 / (int)sizeof(Stored);  // channels
-constexpr int CHUNK = 2 * K_STEPS * PIECE;
-constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // high and low
+constexpr int FILLED = HALF_K ? 1 : 2 * K_STEPS;  // pieces of a chunk that hold channels
+constexpr int CHUNK = FILLED * PIECE;
 constexpr int PLANES = PARTS * K_STEPS * 2;  // of a stage: [part][k step][2]
-constexpr int TILE_C = 8 * TILES_C;
-constexpr int ROWS = 64 * TILES_M * TEAM;  // positions of a box, those of no use included
 
 // The tap furthest back reads the first row and column of the staged box, whichever phase it is.
-constexpr int REACH_D = ALL_PHASES ? AxisD::REACH : (AxisD::MAX_TAPS - 1) * AxisD::HOP;
+constexpr int REACH_D = SLIDES ? 0 : ALL_PHASES ? AxisD::REACH : (AxisD::MAX_TAPS - 1) * AxisD::HOP;
 constexpr int REACH_H = ALL_PHASES ? AxisH::REACH : (AxisH::MAX_TAPS - 1) * AxisH::HOP;
 constexpr int REACH_W = AxisW::REACH;
+constexpr int EARLIER = AxisD::REACH;  // slices before that of a position that it reads, where a block slides
 
 // A block's phases along an axis that have a tap, each numbered by its first tap, so that tap k belongs to number k % STEP;
 // the others are the bias.
@@ -128,7 +47,8 @@ constexpr int LIVE_H = !ALL_PHASES ? 1 : KERNEL_H < AxisH::STEP ? KERNEL_H : Axi
 constexpr int LIVE = KERNEL_W < AxisW::STEP ? KERNEL_W : AxisW::STEP;
 
 constexpr int SETS_W = MERGE_W ? 1 : LIVE;
-constexpr int SETS = LIVE_D * LIVE_H * SETS_W;  // of accumulators
+constexpr int HELD_D = SLIDES ? KERNEL_D : LIVE_D;
+constexpr int SETS = HELD_D * LIVE_H * SETS_W;  // of accumulators, those that are stored first
 constexpr int COLUMNS = MERGE_W ? KERNEL_W * TILE_C : TILE_C;  // of a wgmma
 constexpr int TAPS = MERGE_W ? 1 : KERNEL_W;  // wgmmas that a row of taps needs
 
@@ -140,17 +60,19 @@ constexpr int SLOT = TAPS * K_STEPS * PARTS * OPERAND;
 constexpr int SUMS_W = MERGE_W ? KERNEL_W : LIVE;
 constexpr int SUMS = LIVE_D * LIVE_H * SUMS_W;
 constexpr int SUM_ROWS = SUMS == 1 ? ROWS : at_residue(ROWS, 16, 32);
-constexpr int ZERO = SUMS * SUM_ROWS;
-constexpr int CHANNEL = at_residue(ZERO + 1, 4, 32);
-constexpr int SLICE = 8 * CHANNEL;
-constexpr int SLICES = TILES_C == 1 ? 1 : 2;  // alternate
 constexpr int SET_PHASES = PHASES_D * PHASES_H * STRIDE_W;  // that a block stores
-constexpr int TARGETS = ceil_div(ROWS * SET_PHASES, TEAM_THREADS);  // of a thread, see Target
-static_assert(!TAKE_TURNS || RESIDENT, "weights that pass by are for all workers");
-static_assert(!(MERGE_W && OUT_CHANNELS_LAST), "sums of taps are shifted where they are turned");
+constexpr int SET_OUTPUTS = SET_PHASES;
+constexpr int MERGED = MERGE_W ? KERNEL_W : 1;
+constexpr int MOST_TAPS = MERGE_W ? AxisW::MAX_TAPS : 1;
+constexpr int NEXT_TAP = AxisW::STEP * SUM_ROWS - AxisW::HOP;
 
-constexpr int BARRIERS = 2 * (TEAMS * X_STAGES + RING);
-constexpr int BARRIER_BYTES = round_up(8 * BARRIERS, 128);
+#include "wgmma_store.cuh"
+
+static_assert(!SLIDES || DILATION_D == 1, "a slice reaches outputs that follow each other");
+static_assert(!SLIDES || ALL_PHASES || STRIDE_D * STRIDE_H == 1, "a slice has the taps of all phases");
+static_assert(!TAKE_TURNS || ALL_PHASES || STRIDE_D * STRIDE_H == 1, "teams count the boxes of all phases");
+static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
+static_assert(!(SLIDES && TAKE_TURNS), "boxes at the edge have fewer slices, and all rings must be as far");
 
 // Whether the first output of a phase belongs to a position one further: with padding, a box of positions begins where the
 // output does, phase by phase.
@@ -160,14 +82,14 @@ struct Block {
     Index d, h, w;  // first position q on each axis, of phases that are not late
     int tile_c;
     int phase_d, phase_h;  // 0 where the block owns all
-    long long n, group;
+    int n, group;
 };
 
 __device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
     // What reads the same x runs fastest, then what reads its neighbours.
     Block b;
     b.tile_c = (int)take(index, p, 3);
-    b.group = take(index, p, 4);
+    b.group = (int)take(index, p, 4);
     b.phase_h = (int)(index % (STRIDE_H / PHASES_H));
     index /= STRIDE_H / PHASES_H;
     b.phase_d = (int)(index % (STRIDE_D / PHASES_D));
@@ -179,23 +101,17 @@ __device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
         b.h += late(p.pad[1], STRIDE_H, b.phase_h);
         b.d += late(p.pad[0], STRIDE_D, b.phase_d);
     }
-    b.n = index;
+    b.n = (int)index;
     return b;
 }
 
-// The box in shared memory: extents with the halo, and where 64 rows of A lie.
-struct Staged {
-    int d, h, w, plane;
-
-    __device__ __forceinline__ explicit Staged(const Problem& p)
-        : d((int)p.box[0] + REACH_D + (ALL_PHASES ? late(p.pad[0], STRIDE_D, 0) : 0)),
-          h((int)p.box[1] + REACH_H + (ALL_PHASES ? late(p.pad[1], STRIDE_H, 0) : 0)),
-          w((int)p.box[2] + REACH_W + late(p.pad[2], STRIDE_W, 0)), plane((int)p.plane) {}
-};
+__device__ __forceinline__ Staged staged_box(const Problem& p) {
+    return {depth(p) + REACH_D + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, 0) : 0),
+            (int)p.box[1] + REACH_H + (ALL_PHASES ? late(p.pad[1], STRIDE_H, 0) : 0),
+            (int)p.box[2] + REACH_W + late(p.pad[2], STRIDE_W, 0), (int)p.plane};
+}
 
 // ---- staging ---------------------------------------------------------------------------------------------------------
-
-constexpr Index OUTSIDE = (Index)(INDEX64 ? 1ll << 46 : -(1ll << 31));  // an offset that no element has
 
 // What a thread stages at a time: a position or, of 16-bit numbers in rows that are aligned for it, two that follow each other.
 struct Item {
@@ -212,7 +128,7 @@ __device__ __forceinline__ int items_of(const Problem& p, const Staged& s) {
     return s.d * s.h * (in_pairs(p) ? s.w / 2 + 1 : s.w);
 }
 
-// All items of the box that starts at d, h, w, worked out once for all chunks.
+// All items of the box that starts at d, h, w, worked out once for all chunks and slices.
 __device__ __forceinline__ void find_items(Item* items, const Problem& p, const Staged& s, Index d, Index h, Index w,
                                            int thread) {
     const int width = in_pairs(p) ? 2 : 1, across = in_pairs(p) ? s.w / 2 + 1 : s.w;
@@ -229,32 +145,6 @@ __device__ __forceinline__ void find_items(Item* items, const Problem& p, const 
     }
 }
 
-typedef Pack<unsigned, 4> Piece;  // 16 bytes of shared memory
-typedef Pack<Stored, PIECE> Channels;  // of one position
-
-__device__ __forceinline__ void zero(Half& value) { value.bits = 0; }
-__device__ __forceinline__ void zero(BFloat16& value) { value.bits = 0; }
-__device__ __forceinline__ void zero(float& value) { value = 0; }
-
-__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
-
-// One piece of a position, as its parts.
-__device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (sizeof(Stored) == 2) {
-            parts[0].value[i] = bits_of(c.value[2 * i % PIECE]) | bits_of(c.value[(2 * i + 1) % PIECE]) << 16;
-        } else if (PRECISION == TF32X3) {
-            split(widen(c.value[i]), parts[0].value[i], parts[PARTS - 1].value[i]);
-        } else {
-            parts[0].value[i] = to_tf32(widen(c.value[i]));
-        }
-    }
-}
-
-constexpr int PIECES = 2 * K_STEPS;
 constexpr int POSITIONS = 0, PAIRS = 1, VECTORS = 2;  // a value at a time, two along a row, or a piece of channels
 
 // Stages what there is of a chunk. Some pieces of an item are a unit of work: eight loads. Neighbouring threads take
@@ -265,8 +155,8 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
                                       int channels, int thread) {
     constexpr int WIDTH = KIND == PAIRS ? 2 : 1;
     constexpr int UNIT = KIND == VECTORS ? 1 : 8 / PIECE;  // pieces
-    constexpr int UNITS = PIECES / UNIT;  // of an item
-    constexpr int BATCH = !WHOLE ? 1 : (KIND == VECTORS ? 5 : 4) - K_STEPS;
+    constexpr int UNITS = FILLED / UNIT;  // of an item
+    constexpr int BATCH = !WHOLE ? 1 : (KIND == VECTORS ? 5 : 4) - (SLIDES ? 2 : K_STEPS);  // slices take registers, too
     // The item and the first piece of a unit. It is worked out twice, which costs less than registers to remember it.
     const auto find = [&](int at, int& piece) {
         int unit = 0;
@@ -323,7 +213,7 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
                     pack(c, parts);
                     if (KIND == PAIRS && !(place >> i & 1)) continue;
 #pragma unroll
-                    for (int part = 0; part < PARTS; ++part) target[(part * PIECES + u) * plane + i] = parts[part];
+                    for (int part = 0; part < PARTS; ++part) target[(part * 2 * K_STEPS + u) * plane + i] = parts[part];
                 }
             }
         }
@@ -348,19 +238,26 @@ __device__ __forceinline__ void stage_x(Piece* to, const Stored* x, const Item* 
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
 
-struct Accumulators {
-    float value[SETS][TILES_M][COLUMNS / 2];
-};
+__device__ __forceinline__ void clear(Accumulators& acc, int first_set) {
+#pragma unroll
+    for (int set = first_set; set < SETS; ++set)
+#pragma unroll
+        for (int tile = 0; tile < TILES_M; ++tile)
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; ++i) acc.value[set][tile][i] = 0;
+}
 
-__device__ __forceinline__ void multiply_add(float (&sum)[COLUMNS / 2], unsigned long long a, unsigned long long b,
-                                             bool accumulate) {
-#if DTYPE == FLOAT16
-    wgmma_f16<COLUMNS>(sum, a, b, accumulate);
-#elif DTYPE == BFLOAT16
-    wgmma_bf16<COLUMNS>(sum, a, b, accumulate);
-#else
-    wgmma_tf32<COLUMNS>(sum, a, b, accumulate);
-#endif
+// The next slice reaches the outputs along D from STRIDE_D further on: sums of tap k were for those that it reaches with tap
+// k - STRIDE_D.
+__device__ __forceinline__ void slide(Accumulators& acc) {
+    constexpr int STEP = STRIDE_D * LIVE_H * SETS_W, KEPT = SETS > STEP ? SETS - STEP : 0;
+#pragma unroll
+    for (int set = 0; set < KEPT; ++set)
+#pragma unroll
+        for (int tile = 0; tile < TILES_M; ++tile)
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; ++i) acc.value[set][tile][i] = acc.value[set + STEP][tile][i];
+    clear(acc, KEPT);
 }
 
 // How far from a row of A a tap along W reads: when it is multiplied or, if all are at once, when its sum is stored.
@@ -395,7 +292,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned lo
                 if (!MERGE_W && tap % AxisW::STEP != chain % SETS_W) continue;
 #pragma unroll
                 for (int k = 0; k < K_STEPS; ++k) {
-                    multiply_add(sums[chain % 2], a + recomputed(start[chain / SETS_W]) + shift_of(tap, pad) + (part_a * K_STEPS + k) * 2 * recomputed(plane),
+                    multiply_add<COLUMNS>(sums[chain % 2], a + recomputed(start[chain / SETS_W]) + shift_of(tap, pad) + (part_a * K_STEPS + k) * 2 * recomputed(plane),
                                  b + ((tap * K_STEPS + k) * PARTS + part_b) * OPERAND, accumulate);
                     accumulate = true;
                 }
@@ -421,7 +318,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned lo
         for (int tap = 0; tap < TAPS; ++tap) {
 #pragma unroll
             for (int k = 0; k < K_STEPS; ++k) {
-                multiply_add(acc.value[set + (MERGE_W ? 0 : tap % AxisW::STEP)][tile],
+                multiply_add<COLUMNS>(acc.value[set + (MERGE_W ? 0 : tap % AxisW::STEP)][tile],
                              a + recomputed(start[tile]) + shift_of(tap, pad) + k * 2 * recomputed(plane), b + (tap * K_STEPS + k) * OPERAND, true);
             }
         }
@@ -434,21 +331,6 @@ constexpr bool LAGS = true;
 
 // ---- the result ------------------------------------------------------------------------------------------------------
 
-// A position of the result within a box, of all channels: where it goes and where its sum lies, of as many taps. All boxes
-// have the same ones.
-struct Target {
-    Index offset;     // from the box's first output
-    short d, h;       // likewise
-    int w, from, taps;
-};
-
-// Which row of A an output position of the box is.
-__device__ __forceinline__ int row_of(const Problem& p, const Staged& s, int d, int h, int w) {
-    const int patches_h = (int)p.patches[0], patches_w = (int)p.patches[1];
-    if (!patches_w) return (d * s.h + h) * s.w + w;
-    return ((d * patches_h + h / 8) * patches_w + w / 8) * 64 + h % 8 * 8 + w % 8;
-}
-
 __device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int index) {
     const int width = (int)p.box[2] * STRIDE_W, height = (int)p.box[1] * PHASES_H;
     const int row = (int)quotient(index, p.box_magic[2]), slice = (int)quotient(row, p.box_magic[3]);
@@ -458,9 +340,9 @@ __device__ __forceinline__ Target find_target(const Problem& p, const Staged& s,
     Target t;
     t.w = (w + late(p.pad[2], STRIDE_W, phase_w)) * STRIDE_W + phase_w;
     t.h = (short)((h + (ALL_PHASES ? late(p.pad[1], STRIDE_H, phase_h) : 0)) * STRIDE_H + phase_h);
-    t.d = (short)((d + (ALL_PHASES ? late(p.pad[0], STRIDE_D, phase_d) : 0)) * STRIDE_D + phase_d);
+    t.d = (short)((d + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, phase_d) : 0)) * STRIDE_D + phase_d);
     t.offset = t.d * (Index)p.out_stride[2] + t.h * (Index)p.out_stride[3] + t.w * (Index)p.out_stride[4];
-    const bool there = slice < (int)p.box[0] * PHASES_D;
+    const bool there = slice < depth(p) * PHASES_D;
     if (!there) t.w = -1;  // threads have more targets than the box
     // Taps of the right phases, if there are any.
     int first_d = -1, first_h = -1, first_w = -1;
@@ -484,63 +366,6 @@ __device__ __forceinline__ Target find_target(const Problem& p, const Staged& s,
     return t;
 }
 
-// One channel of a target; `turned` is the channel's.
-__device__ __forceinline__ float sum_at(const float* turned, const Target& t) {
-    float sum = turned[t.from];
-#pragma unroll
-    for (int tap = 1; tap < (MERGE_W ? AxisW::MAX_TAPS : 1); ++tap)
-        if (tap < t.taps) sum += turned[t.from + tap * (AxisW::STEP * SUM_ROWS - AxisW::HOP)];
-    return sum;
-}
-
-// Turns eight channels of the sums: of each phase or tap, rows side by side.
-__device__ __forceinline__ void turn(float* turned, const Accumulators& acc, int eight) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float* const to = turned + lane % 4 * 2 * CHANNEL + warp / 4 % TEAM * TILES_M * 64 + warp % 4 * 16 + lane / 4;
-#pragma unroll
-    for (int sum = 0; sum < SUMS; ++sum) {
-        const int set = MERGE_W ? sum / KERNEL_W : sum, column = (MERGE_W ? sum % KERNEL_W * TILES_C : 0) + eight;
-#pragma unroll
-        for (int tile = 0; tile < TILES_M; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                to[i % 2 * CHANNEL + sum * SUM_ROWS + tile * 64 + i / 2 * 8] = acc.value[set][tile][column * 4 + i];
-        }
-    }
-}
-
-// Eight channels, of which `left` exist. Consecutive threads write consecutive positions.
-template <bool WHOLE>
-__device__ __forceinline__ void store_rows(Stored* out, const float* turned, const float* bias, const Target* targets,
-                                           const Index (&offset)[TARGETS], int left, const Problem& p, bool alive) {
-    constexpr int BATCH = TARGETS < 2 ? 1 : 2;
-    const Index step = (Index)p.out_stride[1];
-#pragma unroll
-    for (int i = 0; i < TARGETS; i += BATCH) {
-        float sums[BATCH][8];
-#pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-            const int own = i + j < TARGETS ? i + j : i;
-            const Target t = targets[threadIdx.x % TEAM_THREADS + own * TEAM_THREADS];
-#pragma unroll
-            for (int c = 0; c < 8; ++c) sums[j][c] = bias[c] + (alive ? sum_at(turned + c * CHANNEL, t) : 0.0f);
-        }
-#pragma unroll
-        for (int j = 0; j < BATCH; ++j) {
-            if (i + j >= TARGETS || offset[i + j < TARGETS ? i + j : i] == OUTSIDE) continue;
-            Stored* to = out + offset[i + j < TARGETS ? i + j : i];
-#pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                if (WHOLE || c < left) narrow(sums[j][c], *to);
-                to += step;
-            }
-        }
-    }
-}
-
-// Channels-last results go straight from the registers: the four threads that share a row hold eight channels that follow each
-// other. Of 16-bit numbers, sixteen fill a sector of memory: two tiles of channels are exchanged between the four.
-
 // The set of accumulators of a block's phase, or -1.
 __host__ __device__ constexpr int set_of(int phase_d, int phase_h, int phase_w) {
     for (int d = 0; d < LIVE_D; ++d)
@@ -552,53 +377,8 @@ __host__ __device__ constexpr int set_of(int phase_d, int phase_h, int phase_w) 
     return -1;
 }
 
-// Two neighbouring channels of two rows and of all tiles of channels, with the bias.
-struct TwoChannels {
-    float value[TILES_C][2];
-};
-
-__device__ __forceinline__ void store_two(Stored* to, const TwoChannels& sums, int left, const Problem& p) {
-    const Index step = (Index)p.out_stride[1];
-    const int t = threadIdx.x % 4;
-    if constexpr (sizeof(Stored) == 4 || !OUT_VECTOR) {
-#pragma unroll
-        for (int tile = 0; tile < TILES_C; ++tile) {
-            const int channel = tile * 8 + 2 * t;
-            Pack<Stored, 2> pair;
-            narrow(sums.value[tile][0], pair.value[0]);
-            narrow(sums.value[tile][1], pair.value[1]);
-            if (OUT_VECTOR) {
-                if (channel < left) *reinterpret_cast<Pack<Stored, 2>*>(to + channel) = pair;
-            } else {
-                if (channel < left) to[channel * step] = pair.value[0];
-                if (channel + 1 < left) to[(channel + 1) * step] = pair.value[1];
-            }
-        }
-    } else {
-#pragma unroll
-        for (int tile = 0; tile < TILES_C; tile += 2) {
-            unsigned word[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                Pack<Stored, 2> pair;
-                narrow(tile + i < TILES_C ? sums.value[(tile + i) % TILES_C][0] : 0.0f, pair.value[0]);
-                narrow(tile + i < TILES_C ? sums.value[(tile + i) % TILES_C][1] : 0.0f, pair.value[1]);
-                word[i] = bits_of(pair.value[0]) | bits_of(pair.value[1]) << 16;
-            }
-            // Threads 0 and 1 receive channels 0 to 3 and 4 to 7 of the first tile, 2 and 3 of the second.
-            const int from = threadIdx.x % 32 / 4 * 4 + t % 2 * 2;
-            const unsigned low[2] = {__shfl_sync(~0u, word[0], from), __shfl_sync(~0u, word[1], from)};
-            const unsigned high[2] = {__shfl_sync(~0u, word[0], from + 1), __shfl_sync(~0u, word[1], from + 1)};
-            const Pack<unsigned, 2> four = {{t < 2 ? low[0] : low[1], t < 2 ? high[0] : high[1]}};
-            const int channel = tile * 8 + 4 * t;
-            if (channel < left) *reinterpret_cast<Pack<unsigned, 2>*>(to + channel) = four;
-        }
-    }
-}
-
 __device__ __forceinline__ void store_channels(const Accumulators& acc, const float* bias, const int (&start)[TILES_M],
-                                               int tiles, const Problem& p, const Staged& s, const Block& b, Stored* out,
-                                               bool alive) {
+                                               int tiles, const Problem& p, const Staged& s, const Block& b, Stored* out, bool alive) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int left = min(TILE_C, (int)p.c_out - b.tile_c * TILE_C);
     const int pitch = p.patches[1] ? s.w : 8;
@@ -610,7 +390,7 @@ __device__ __forceinline__ void store_channels(const Accumulators& acc, const fl
             const int row = (int)quotient(place, p.box_magic[2]), slice = (int)quotient(row, p.box_magic[1]);
             const int w = place - row * s.w, h = row - slice * s.h;
             const bool ours = warp / 4 % TEAM * TILES_M + tile < tiles && w < (int)p.box[2] && h < (int)p.box[1] &&
-                              slice < (int)p.box[0];
+                              slice < depth(p);
 #pragma unroll
             for (int phase = 0; phase < SET_PHASES; ++phase) {
                 issue_in_order();
@@ -620,7 +400,7 @@ __device__ __forceinline__ void store_channels(const Accumulators& acc, const fl
                 const Index ow = (b.w + w + late(p.pad[2], STRIDE_W, phase_w)) * STRIDE_W + phase_w - (Index)p.pad[2];
                 const Index oh = (b.h + h + (ALL_PHASES ? late(p.pad[1], STRIDE_H, phase_h) : 0)) * STRIDE_H + phase_h -
                                  (Index)p.pad[1];
-                const Index od = (b.d + slice + (ALL_PHASES ? late(p.pad[0], STRIDE_D, phase_d) : 0)) * STRIDE_D +
+                const Index od = (b.d + slice + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, phase_d) : 0)) * STRIDE_D +
                                  phase_d - (Index)p.pad[0];
                 const bool inside = ours && within(od, p.out_extent[0]) && within(oh, p.out_extent[1]) &&
                                     within(ow, p.out_extent[2]);
@@ -640,82 +420,28 @@ __device__ __forceinline__ void store_channels(const Accumulators& acc, const fl
     }
 }
 
-// What a team of workers shares to store a box.
-struct Turned {
-    float bias[TILE_C];
-#if !OUT_CHANNELS_LAST
-    float sums[SLICES][SLICE];
-#endif
-};
-
 __device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, const Target* targets,
                                       const int (&start)[TILES_M], int tiles, const Problem& p, const Staged& s,
                                       const Block& b, const Stored* bias, Stored* out, bool alive) {
-    const int thread = threadIdx.x % TEAM_THREADS, barrier = 2 + threadIdx.x / TEAM_THREADS;
-    warps_sync(barrier, TEAM_THREADS);  // the box before is stored
-    for (int c = thread; c < TILE_C; c += TEAM_THREADS) {
-        const int channel = b.tile_c * TILE_C + c;
-        const bool biased = bias && channel < p.c_out;
-        turned.bias[c] = biased ? widen(bias[(b.group * p.c_out + channel) * p.bias_stride]) : 0.0f;
-    }
+    bring_bias(turned, bias, p, b.tile_c, b.group);
     out += b.n * p.out_stride[0] + (b.group * p.c_out + b.tile_c * TILE_C) * p.out_stride[1];
 #if OUT_CHANNELS_LAST
-    warps_sync(barrier, TEAM_THREADS);
+    warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);
     store_channels(acc, turned.bias, start, tiles, p, s, b, out, alive);
 #else
     const Index first_d = b.d * STRIDE_D + b.phase_d - (Index)p.pad[0], first_h = b.h * STRIDE_H + b.phase_h - (Index)p.pad[1];
     const Index first_w = b.w * STRIDE_W - (Index)p.pad[2];
-    Index offset[TARGETS];
-#pragma unroll
-    for (int i = 0; i < TARGETS; ++i) {
-        const Target t = targets[thread + i * TEAM_THREADS];
-        const bool inside = t.w >= 0 && within(first_d + t.d, p.out_extent[0]) && within(first_h + t.h, p.out_extent[1]) &&
-                            within(first_w + t.w, p.out_extent[2]);
-        offset[i] = inside ? first_d * (Index)p.out_stride[2] + first_h * (Index)p.out_stride[3] +
-                                 first_w * (Index)p.out_stride[4] + t.offset
-                           : OUTSIDE;
-    }
-#pragma unroll
-    for (int eight = 0; eight < TILES_C; ++eight) {
-        float* const slice = turned.sums[eight % SLICES];
-        if (SLICES == 1 && eight) warps_sync(barrier, TEAM_THREADS);
-        if (alive) turn(slice, acc, eight);
-        warps_sync(barrier, TEAM_THREADS);
-        const int left = (int)p.c_out - b.tile_c * TILE_C - eight * 8;
-        Stored* const to = out + eight * 8 * p.out_stride[1];
-        if (left >= 8) {
-            store_rows<true>(to, slice, turned.bias + eight * 8, targets, offset, 8, p, alive);
-        } else {
-            store_rows<false>(to, slice, turned.bias + eight * 8, targets, offset, left, p, alive);
-        }
-    }
+    store_turned(acc, turned, targets, first_d, first_h, first_w, (int)p.c_out - b.tile_c * TILE_C, p, out, alive);
 #endif
 }
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
-// A ring of places in shared memory, filled by some warps and used by others.
-struct Ring {
-    Barrier *full, *free;
-    int place, round;
-
-    __device__ __forceinline__ Ring(Barrier* barriers, int places)
-        : full(barriers), free(barriers + places), place(0), round(0) {}
-    // Another ring, as far as this one.
-    __device__ __forceinline__ Ring of_team(int team) const {
-        Ring ring = *this;
-        ring.full += team * 2 * X_STAGES;
-        ring.free += team * 2 * X_STAGES;
-        return ring;
-    }
-    __device__ __forceinline__ void wait_until_free() const {
-        if (round) barrier_wait(free + place, (round - 1) & 1);
-    }
-    __device__ __forceinline__ void wait_until_full() const { barrier_wait(full + place, round & 1); }
-    template <int PLACES, bool STAYS = false> __device__ __forceinline__ void next() {
-        if (++place == PLACES) place = 0, round += !STAYS;
-    }
-};
+// The slice of x that a block stages so many after its first one, and whether x lacks it; all of a block that does not slide.
+__device__ __forceinline__ Index slice_of(const Block& b, int slice) { return b.d - EARLIER + slice; }
+__device__ __forceinline__ bool is_empty(const Block& b, int slice, const Problem& p) {
+    return SLIDES && !within(slice_of(b, slice), p.x_extent[0]);
+}
 
 // The taps along D and H that a block's phases have.
 struct Rows {
@@ -740,7 +466,7 @@ struct Rows {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     phase_wgmma(const Stored* x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
-    const Staged s(p);
+    const Staged s = staged_box(p);
     Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
     Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
     Piece* const stages = slots + RING * SLOT;
@@ -749,31 +475,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < TEAMS * X_STAGES; ++i) {
-            Barrier* const full = x_ring.of_team(i / X_STAGES).full + i % X_STAGES;
-            barrier_init(full, STAGERS);
-            barrier_init(full + X_STAGES, 4 * TEAM);
-        }
-        for (int i = 0; i < RING; ++i) {
-            barrier_init(weight_ring.full + i, 1);
-            barrier_init(weight_ring.free + i, 4 * WORKERS);
-        }
-        barrier_init_done();
-    }
+    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring);
 #if !OUT_CHANNELS_LAST
     if (threadIdx.x < TEAMS * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
     for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i);
 #endif
-    // Behind the box, rows of no use are read; they are nothing, once and for all.
-    const int box_positions = s.d * s.h * s.w;
-    for (int i = threadIdx.x; i < TEAMS * X_STAGES * PLANES * (s.plane - box_positions); i += THREADS)
-        stages[i / (s.plane - box_positions) * s.plane + box_positions + i % (s.plane - box_positions)] = Piece{{0, 0, 0, 0}};
+    // Behind the box, rows of no use are read; they are nothing, once and for all, as are pieces without channels.
+    const int filled = HALF_K ? 0 : s.d * s.h * s.w, behind = s.plane - filled;
+    for (int i = threadIdx.x; i < TEAMS * X_STAGES * PLANES * behind; i += THREADS)
+        stages[i / behind * s.plane + filled + i % behind] = Piece{{0, 0, 0, 0}};
     publish_shared_writes();
     __syncthreads();
 
     const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
+    const int slices = SLIDES ? EARLIER + (int)p.box[0] : 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (warp >= 4 * WORKERS) {
@@ -786,37 +502,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Rows rows(b);
             if (!rows.count()) continue;
             if (thread < 0) {
-                const Piece* from =
+                const Piece* const packed_here =
                     packed + (b.group * p.tiles[3] + b.tile_c) * chunks * (KERNEL_D * KERNEL_H * (long long)SLOT);
-                for (int chunk = 0; chunk < chunks; ++chunk) {
-                    for (int row_d = 0; row_d < rows.d.count; ++row_d) {
-                        for (int row_h = 0; row_h < rows.h.count; ++row_h) {
-                            const int row = rows.d.tap(row_d) * KERNEL_H + rows.h.tap(row_h);
-                            weight_ring.wait_until_free();
-                            barrier_arrive_expecting(weight_ring.full + weight_ring.place, SLOT * sizeof(Piece));
-                            copy_bulk(slots + weight_ring.place * SLOT, from + row * (long long)SLOT,
-                                      SLOT * sizeof(Piece), weight_ring.full + weight_ring.place);
-                            weight_ring.next<RING>();
+                for (int slice = 0; slice < slices; ++slice) {
+                    if (is_empty(b, slice, p)) continue;
+                    const Piece* from = packed_here;
+                    for (int chunk = 0; chunk < chunks; ++chunk) {
+                        for (int row_d = 0; row_d < rows.d.count; ++row_d) {
+                            for (int row_h = 0; row_h < rows.h.count; ++row_h) {
+                                const int row = rows.d.tap(row_d) * KERNEL_H + rows.h.tap(row_h);
+                                weight_ring.wait_until_free();
+                                barrier_arrive_expecting(weight_ring.full + weight_ring.place, SLOT * sizeof(Piece));
+                                copy_bulk(slots + weight_ring.place * SLOT, from + row * (long long)SLOT,
+                                          SLOT * sizeof(Piece), weight_ring.full + weight_ring.place);
+                                weight_ring.next<RING>();
+                            }
                         }
+                        from += KERNEL_D * KERNEL_H * (long long)SLOT;
                     }
-                    from += KERNEL_D * KERNEL_H * (long long)SLOT;
+                    if (RESIDENT) return;
                 }
-                if (RESIDENT) return;
                 continue;
             }
             warps_sync(1, STAGERS);  // nobody reads the items of the box before
-            find_items(items, p, s, b.d - rows.back_d() - REACH_D, b.h - rows.back_h() - REACH_H, b.w - REACH_W, thread);
+            find_items(items, p, s, SLIDES ? 0 : b.d - rows.back_d() - REACH_D, b.h - rows.back_h() - REACH_H, b.w - REACH_W, thread);
             warps_sync(1, STAGERS);
-            const Stored* from = x + b.n * p.x_stride[0] + b.group * p.c_in * p.x_stride[1];
             Ring ring = x_ring.of_team(team);
-            for (int chunk = 0; chunk < chunks; ++chunk) {
-                ring.wait_until_free();
-                stage_x(stages + (team * X_STAGES + ring.place) * PLANES * s.plane, from, items, p, s,
-                        (int)p.c_in - chunk * CHUNK, thread);
-                publish_shared_writes();
-                barrier_arrive(ring.full + ring.place);
-                ring.next<X_STAGES>();
-                from += CHUNK * p.x_stride[1];
+            const Stored* from = x + b.n * p.x_stride[0] + b.group * p.c_in * p.x_stride[1];
+            if (SLIDES) from += (long long)slice_of(b, 0) * p.x_stride[2];
+            for (int slice = 0; slice < slices; ++slice) {
+                if (SLIDES && slice) from += p.x_stride[2];
+                if (is_empty(b, slice, p)) continue;
+                for (int left = (int)p.c_in; left > 0; left -= CHUNK) {
+                    ring.wait_until_free();
+                    stage_x(stages + (team * X_STAGES + ring.place) * PLANES * s.plane, from, items, p, s, left, thread);
+                    publish_shared_writes();
+                    barrier_arrive(ring.full + ring.place);
+                    ring.next<X_STAGES>();
+                    from += CHUNK * p.x_stride[1];
+                }
+                if (SLIDES) from -= chunks * (CHUNK * p.x_stride[1]);
             }
             if (++team == TEAMS) {  // all rings are as far as this one
                 team = 0;
@@ -828,18 +553,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 
     take_registers<WORKER_REGISTERS>();
-    // Where a tile's first row lies. Tiles that the box does not fill repeat the last one.
-    const int patches_h = (int)p.patches[0], patches_w = (int)p.patches[1];
-    const int flat_rows = (((int)p.box[0] - 1) * s.h + (int)p.box[1] - 1) * s.w + (MERGE_W ? s.w : (int)p.box[2]);
-    const int tiles = patches_w ? (int)p.box[0] * patches_h * patches_w : (flat_rows + 63) / 64;
+    const int patches_w = (int)p.patches[1], tiles = tiles_of(p, s, MERGE_W ? s.w : (int)p.box[2]);
     int start[TILES_M];
-#pragma unroll
-    for (int i = 0; i < TILES_M; ++i) {
-        const int tile = min(warp / 4 % TEAM * TILES_M + i, tiles - 1);
-        start[i] = patches_w ? (tile / patches_w / patches_h * s.h + tile / patches_w % patches_h * 8) * s.w +
-                                   tile % patches_w * 8
-                             : tile * 64;
-    }
+    find_starts(start, p, s, tiles);
     const int team = warp / 4 / TEAM;
     x_ring = x_ring.of_team(team);
     const unsigned long long staged = describe(stages + team * X_STAGES * PLANES * s.plane, s.plane * 16, (patches_w ? s.w : 8) * 16);
@@ -850,58 +566,64 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const Rows rows(b);
         const bool alive = rows.count();
         Accumulators acc;
-#pragma unroll
-        for (int set = 0; set < SETS; ++set)
-#pragma unroll
-            for (int tile = 0; tile < TILES_M; ++tile)
-#pragma unroll
-                for (int i = 0; i < COLUMNS / 2; ++i) acc.value[set][tile][i] = 0;
-
-        if (alive) {
-            int used_slot = -1, used_stage = -1;  // by the products that may be under way
-            const auto release = [&] {
-                if (!RESIDENT && lane == 0 && used_slot >= 0) barrier_arrive(weight_ring.free + used_slot);
-                if (lane == 0 && used_stage >= 0) barrier_arrive(x_ring.free + used_stage);
-                used_slot = used_stage = -1;
-            };
-            for (int chunk = 0; chunk < chunks; ++chunk) {
-                x_ring.wait_until_full();
-                const unsigned long long box = staged + x_ring.place * PLANES * s.plane;
-                const auto multiply_row = [&](int set, int down, int across) {
-                    weight_ring.wait_until_full();
-                    multiply(acc, set * SETS_W, box + (down * recomputed(s.h) + across) * recomputed(s.w), weights + weight_ring.place * SLOT, start,
-                             s.plane, p.pad[2]);
-                    if (LAGS) release();
-                    used_slot = weight_ring.place;
-                    weight_ring.next<RING, RESIDENT>();
-                    if (!LAGS) release();
+        clear(acc, 0);
+        for (int slice = 0; slice < slices; ++slice) {
+            if (alive && !is_empty(b, slice, p)) {
+                int used_slot = -1, used_stage = -1;  // by the products that may be under way
+                const auto release = [&] {
+                    if (!RESIDENT && lane == 0 && used_slot >= 0) barrier_arrive(weight_ring.free + used_slot);
+                    if (lane == 0 && used_stage >= 0) barrier_arrive(x_ring.free + used_stage);
+                    used_slot = used_stage = -1;
                 };
+                for (int chunk = 0; chunk < chunks; ++chunk) {
+                    x_ring.wait_until_full();
+                    const unsigned long long box = staged + x_ring.place * PLANES * s.plane;
+                    const auto multiply_row = [&](int set, int down, int across) {
+                        weight_ring.wait_until_full();
+                        multiply(acc, set * SETS_W, box + (down * recomputed(s.h) + across) * recomputed(s.w),
+                                 weights + weight_ring.place * SLOT, start, s.plane, p.pad[2]);
+                        if (LAGS) release();
+                        used_slot = weight_ring.place;
+                        weight_ring.next<RING, RESIDENT>();
+                        if (!LAGS) release();
+                    };
 #if ALL_PHASES
 #pragma unroll
-                for (int tap_d = 0; tap_d < KERNEL_D; ++tap_d) {
+                    for (int tap_d = 0; tap_d < KERNEL_D; ++tap_d) {
 #pragma unroll
-                    for (int tap_h = 0; tap_h < KERNEL_H; ++tap_h) {
-                        multiply_row(tap_d % AxisD::STEP * LIVE_H + tap_h % AxisH::STEP,
-                                     REACH_D - AxisD::back(tap_d) + late(p.pad[0], STRIDE_D, AxisD::phase_of(tap_d)),
-                                     REACH_H - AxisH::back(tap_h) + late(p.pad[1], STRIDE_H, AxisH::phase_of(tap_h)));
+                        for (int tap_h = 0; tap_h < KERNEL_H; ++tap_h) {
+                            multiply_row((SLIDES ? tap_d : tap_d % AxisD::STEP) * LIVE_H + tap_h % AxisH::STEP,
+                                         SLIDES ? 0 : REACH_D - AxisD::back(tap_d) + late(p.pad[0], STRIDE_D, AxisD::phase_of(tap_d)),
+                                         REACH_H - AxisH::back(tap_h) + late(p.pad[1], STRIDE_H, AxisH::phase_of(tap_h)));
+                        }
                     }
-                }
+#elif SLIDES
+#pragma unroll
+                    for (int tap_d = 0; tap_d < KERNEL_D; ++tap_d) {
+#pragma unroll 1
+                        for (int tap_h = 0; tap_h < KERNEL_H; ++tap_h) multiply_row(tap_d, 0, REACH_H - tap_h * AxisH::HOP);
+                    }
 #else
 #pragma unroll 1
-                for (int row_d = 0; row_d < rows.d.count; ++row_d) {
+                    for (int row_d = 0; row_d < rows.d.count; ++row_d) {
 #pragma unroll 1
-                    for (int row_h = 0; row_h < rows.h.count; ++row_h)
-                        multiply_row(0, REACH_D - row_d * AxisD::HOP, REACH_H - row_h * AxisH::HOP);
-                }
+                        for (int row_h = 0; row_h < rows.h.count; ++row_h)
+                            multiply_row(0, REACH_D - row_d * AxisD::HOP, REACH_H - row_h * AxisH::HOP);
+                    }
 #endif
-                used_stage = x_ring.place;
-                x_ring.next<X_STAGES>();
-                if (!LAGS) release();
+                    used_stage = x_ring.place;
+                    x_ring.next<X_STAGES>();
+                    if (!LAGS) release();
+                }
+                if (LAGS) wgmma_wait<0>();
+                release();
             }
-            if (LAGS) wgmma_wait<0>();
-            release();
+            Block here = b;
+            if (SLIDES) here.d = slice_of(b, slice);
+            if (slice >= slices - (SLIDES ? (int)p.box[0] : 1))
+                store(acc, turned[team], targets, start, tiles, p, s, here, bias, out, alive);
+            if (SLIDES) slide(acc);
         }
-        store(acc, turned[team], targets, start, tiles, p, s, b, bias, out, alive);
     }
 }
 
@@ -928,8 +650,8 @@ extern "C" __global__ void phase_wgmma_pack(const Stored* weight, Piece* packed,
     const long long group = index / chunks;
 
     const int co = tile_c * TILE_C + column, first = chunk * CHUNK + piece * PIECE;
-    weight += group * p.c_in * p.weight_stride[0] + co * p.weight_stride[1] + tap_d * p.weight_stride[2] +
-              tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
+    weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] +
+              tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
     Channels c;
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {

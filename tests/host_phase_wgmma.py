@@ -57,9 +57,39 @@ def cases() -> dict[str, dict[str, Any]]:
         spec = Specialisation(
             (1, 2), (1, 1), (1, 1), 8, 8 * tiles_c + 1, LAST if last else ROWS, LAST if last else ROWS
         )
-        tile = Tile(2, 2, 1, tiles_c, merge_w, 1, 2, 3, False, False, False, 1)
+        tile = Tile(2, 2, 1, tiles_c, merge_w, 1, 2, 3, False, False, False, 1, half_k=not last)
         fields = {"device": Device(90, 1, SHARED_BYTES), "plan": plan_with(tile)}
         found[f"{tiles_c}-tiles-{'last' if last else 'rows'}"] = {"spec": spec, "dtype": "bfloat16", **fields}
+    found.update(sliding_cases())
+    return found
+
+
+def sliding_cases() -> dict[str, dict[str, Any]]:
+    """Return cases of blocks that walk along D, which random problems seldom allow."""
+    # Kernel, stride, C_in, C_out, dtype, precision, whether channels are last, and the tile but for workers and blocks.
+    table = (
+        ((3, 2, 3), (1, 1, 1), 17, 12, "float32", "tf32", False, (2, 2, False, 1, 2, 3, False, False, False)),
+        ((3, 1, 3), (1, 1, 2), 9, 8, "float32", "tf32x3", False, (1, 1, True, 1, 4, 6, True, False, False)),
+        ((3, 3, 2), (2, 2, 2), 24, 9, "bfloat16", None, True, (1, 1, False, 1, 2, 18, True, False, True)),
+        ((3, 2, 2), (2, 1, 1), 8, 8, "float16", None, False, (2, 1, False, 1, 2, 3, False, False, True)),
+        ((5, 1, 2), (3, 1, 1), 8, 3, "bfloat16", None, False, (1, 1, True, 1, 2, 3, False, False, True)),
+        ((2, 2, 1), (1, 1, 1), 33, 25, "float32", "tf32x3", True, (2, 2, False, 2, 2, 3, False, False, False)),
+    )
+    found = {}
+    for index, (kernel, stride, c_in, c_out, dtype, precision, last, tile) in enumerate(table):
+        layouts = LAST if last else ROWS
+        spec = Specialisation(kernel, stride, (1, 1, 1), c_in, c_out, layouts, layouts)
+        workers, stagers, blocks = tuple(wgmma.REGISTERS)[index % 2]
+        half_k = dtype != "float32" and c_in <= 8
+        device = Device(90, (1, 2, 7)[index % 3], SHARED_BYTES)  # on more multiprocessors walks are shorter
+        plan = plan_with(Tile(workers, stagers, *tile, blocks, True, half_k), index % 3 == 2, index % 2 == 1)
+        found[f"slides-{index}"] = {
+            "spec": spec,
+            "dtype": dtype,
+            "precision": precision,
+            "device": device,
+            "plan": plan,
+        }
     return found
 
 
@@ -90,16 +120,20 @@ def draw_tile(
     chunk = 2 * k_steps * (4 if dtype == "float32" else 8)
     slots = -(-spec.c_in_per_group // chunk) * taps
     resident = (all_phases or not several) and slots <= MAX_RING and choose.random() < 0.6
-    take_turns = resident and workers > 1 and choose.random() < 0.6
+    taps_d, stride_d, dilation_d = ((1, 1, 1), *zip(spec.kernel, spec.stride, spec.dilation, strict=True))[-3:][0]
+    slides = dilation_d == 1 and taps_d > stride_d and (all_phases or not several) and choose.random() < 0.7
+    half_k = dtype != "float32" and k_steps == 1 and spec.c_in_per_group <= 8
+    take_turns = resident and workers > 1 and not slides and choose.random() < 0.6
     columns = 8 * tiles_c * (spec.kernel[-1] if merge_w else 1)
     sums = spec.kernel[-1] if merge_w else min(spec.kernel[-1], spec.stride[-1])
     sums *= math.prod(min(k, s) for k, s in zip(spec.kernel[:-1], spec.stride[:-1], strict=True)) if all_phases else 1
+    if slides:
+        sums = sums // (min(taps_d, stride_d) if all_phases else 1) * taps_d
     if columns > MAX_COLUMNS or 4 * sums * tiles_m * tiles_c > MAX_ACCUMULATORS:
         return None
     ring = slots if resident else choose.choice((2, 3))
-    return Tile(
-        workers, stagers, tiles_m, tiles_c, merge_w, k_steps, x_stages, ring, resident, take_turns, all_phases, blocks
-    )
+    common = (workers, stagers, tiles_m, tiles_c, merge_w, k_steps, x_stages, ring, resident, take_turns)
+    return Tile(*common, all_phases, blocks, slides, half_k)
 
 
 def serves(tile: Tile, spec: Specialisation, dtype: str, precision: str | None) -> bool:
@@ -151,5 +185,5 @@ def plan_with(tile: Tile, index64: bool = False, patches: bool = False) -> Calla
 def box(plan: Plan) -> Ints:
     """Return what a block owns along D, H, W (in positions q of a phase), C_out, and C_in (at a time)."""
     defines = dict(plan.defines)
-    chunk = 2 * defines["K_STEPS"] * (4 if defines["DTYPE"] == 2 else 8)
+    chunk = (1 if defines["HALF_K"] else 2 * defines["K_STEPS"]) * (4 if defines["DTYPE"] == 2 else 8)
     return (*problem_of(plan)["box"], 8 * defines["TILES_C"], chunk)

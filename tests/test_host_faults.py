@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -25,11 +26,13 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def plant(sources: dict[str, str], before: str, after: str) -> dict[str, str]:
-    """Return the sources with one replacement, of a text that they hold exactly once."""
-    holders = [name for name, text in sources.items() if before in text]
-    assert len(holders) == 1, f"{before!r} is in {holders}"
-    assert sources[holders[0]].count(before) == 1, f"{before!r} is not unique"
-    return {**sources, holders[0]: sources[holders[0]].replace(before, after)}
+    """Return the sources with one replacement, of a text that they hold once; its further lines may be indented."""
+    first, *others = before.split("\n")
+    pattern = r"\n *".join(map(re.escape, (first, *(line.lstrip() for line in others))))
+    places = [(name, found.span()) for name, text in sources.items() for found in re.finditer(pattern, text)]
+    assert len(places) == 1, f"{before!r} is in {[name for name, _ in places]}"
+    ((name, (start, end)),) = places
+    return {**sources, name: sources[name][:start] + after + sources[name][end:]}
 
 
 def run_gather(sources: dict[str, str], problem: Problem = FIXED["kb73"]) -> None:
@@ -250,13 +253,15 @@ FAULTS = {
         "warps_sync(1, STAGERS);  // nobody", "// nobody", "with no barrier in between", DEEP
     ),
     "items that are read too early": phase_wgmma_fault(
-        "            warps_sync(1, STAGERS);\n            const Stored* from",
-        "            const Stored* from",
+        "- REACH_W, thread);\nwarps_sync(1, STAGERS);",
+        "- REACH_W, thread);",
         UNWRITTEN + "|with no barrier in between",
         DEEP,
     ),
     "a bias that is read too late": phase_wgmma_fault(
-        "warps_sync(barrier, TEAM_THREADS);  // the box before", "// the box before", "with no barrier in between"
+        "warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);  // the box before",
+        "// the box before",
+        "with no barrier in between",
     ),
     "a slice of sums that is read too early": phase_wgmma_fault(
         "turn(slice, acc, eight);\n        warps_sync(barrier, TEAM_THREADS);",
@@ -296,8 +301,8 @@ FAULTS = {
         "within(at_w, p.x_extent[2])", "within(at_w, p.x_extent[2] + 1)", VALUES + "|heap-buffer-overflow|belong to no"
     ),
     "<= for < at the output's edge, wgmma": phase_wgmma_fault(
-        "within(first_w + t.w, p.out_extent[2])",
-        "within(first_w + t.w, p.out_extent[2] + 1)",
+        "within(w + t.w, p.out_extent[2])",
+        "within(w + t.w, p.out_extent[2] + 1)",
         "writes byte .* of out|heap-buffer-overflow|belong to no",
     ),
     "a target that is not written": phase_wgmma_fault(

@@ -22,7 +22,7 @@ from cuconvt.phases import axis_phases
 from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan
 from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
 from cuconvt.plan_gather import plan_gather
-from cuconvt.plan_phase_wgmma import _batch_as_depth, choose_tile, plan_phase_wgmma
+from cuconvt.plan_phase_wgmma import Work, _batch_as_depth, choose_tile, plan_phase_wgmma, tiles
 
 Ints = tuple[int, ...]
 Kind = tuple[str, str | None]
@@ -646,3 +646,21 @@ def test_channels_last_selects_the_order_of_visits() -> None:
     for last in (False, True):
         defines = dict(plan_of(FIXED["kb61"], last=last).defines)
         assert (defines["X_CHANNELS_LAST"], defines["OUT_CHANNELS_LAST"]) == (last, last)
+
+
+@pytest.mark.parametrize(("columns", "walk"), [(1, 2), (66, 50), (132, 100), (1000, 100)])
+def test_a_walk_along_d_is_long_where_others_keep_the_device_busy(columns: int, walk: int) -> None:
+    geometry = geometry_of(case((1, 32, 98, 40, 40), 24, 3))
+    work = Work(geometry, "bfloat16", None, layout_of(geometry))
+    tile = next(tile for tile in tiles(work) if tile.slides)
+    box = work.best_box(tile, (100, 42, 42), DEVICES[90])
+    assert box is not None
+    assert box.extent[0] == 100
+    assert work.cut_along_d(tile, box, 100, columns, 132).extent[0] == walk
+
+
+def test_blocks_walk_only_where_slices_are_shared() -> None:
+    for kernel, stride, dilation, walks in ((3, 1, 1, True), (3, 2, 1, True), (2, 2, 1, False), (3, 1, 2, False)):
+        geometry = geometry_of(case((1, 32, 9, 9, 9), 24, kernel, stride, dilation=dilation))
+        work = Work(geometry, "bfloat16", None, layout_of(geometry))
+        assert any(tile.slides for tile in tiles(work)) == walks

@@ -1,0 +1,220 @@
+// What the kernels for Hopper's tensor cores share: the macros of a tile, pieces of channels, rings of places in shared memory,
+// and where the rows of A lie in a staged box.
+#pragma once
+
+#include "common.cuh"
+#include "tf32.cuh"
+
+#define NATIVE 0  // 16-bit operands as they are
+#define TF32 1    // rounded to TF32
+#define TF32X3 3  // three products of TF32 parts: as accurate as float32
+
+#ifndef DTYPE
+#define DTYPE FLOAT32
+#endif
+#ifndef PRECISION
+#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
+#endif
+#ifndef KERNEL_D
+#define KERNEL_D 3
+#define KERNEL_H 3
+#define KERNEL_W 3
+#endif
+#ifndef STRIDE_D
+#define STRIDE_D 2
+#define STRIDE_H 2
+#define STRIDE_W 2
+#endif
+#ifndef DILATION_D
+#define DILATION_D 1
+#define DILATION_H 1
+#define DILATION_W 1
+#endif
+#ifndef WORKERS  // warpgroups that multiply
+#define WORKERS 1
+#endif
+#ifndef STAGER_GROUPS  // warpgroups that bring weights and x
+#define STAGER_GROUPS 1
+#endif
+#ifndef TAKE_TURNS  // whether each worker has boxes of its own, so that one stores while another multiplies
+#define TAKE_TURNS 0
+#endif
+#ifndef TILES_M  // times 64 positions a worker owns
+#define TILES_M 2
+#endif
+#ifndef TILES_C  // times 8 output channels
+#define TILES_C 4
+#endif
+#ifndef MERGE_W  // whether the taps along W are columns of one wgmma
+#define MERGE_W 0
+#endif
+#ifndef SLIDES  // whether a block walks along D, one slice of x after the other (see phase_wgmma.cu)
+#define SLIDES 0
+#endif
+#ifndef K_STEPS  // pairs of pieces of input channels staged at a time
+#define K_STEPS 1
+#endif
+#ifndef X_STAGES
+#define X_STAGES 2
+#endif
+#ifndef RING  // slots of weights
+#define RING 3
+#endif
+#ifndef RESIDENT  // whether the ring holds all weights that a block needs, which then stay
+#define RESIDENT 0
+#endif
+#ifndef X_CHANNELS_LAST
+#define X_CHANNELS_LAST 0
+#endif
+#ifndef OUT_CHANNELS_LAST
+#define OUT_CHANNELS_LAST 0
+#endif
+#ifndef OUT_VECTOR  // whether four channels of a channels-last result may be written at a time
+#define OUT_VECTOR 0
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 2
+#endif
+#ifndef WORKER_REGISTERS  // of a thread, after the stagers gave up what they do not need
+#define WORKER_REGISTERS 200
+#define STAGER_REGISTERS 56
+#endif
+
+typedef Element<DTYPE>::Stored Stored;
+
+typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
+typedef Axis<KERNEL_H, STRIDE_H, DILATION_H> AxisH;
+typedef Axis<KERNEL_W, STRIDE_W, DILATION_W> AxisW;
+
+constexpr int WORKER_THREADS = 128 * WORKERS;
+constexpr int THREADS = WORKER_THREADS + 128 * STAGER_GROUPS;
+constexpr int TEAM = TAKE_TURNS ? 1 : WORKERS;  // warpgroups that share a box
+constexpr int TEAM_THREADS = 128 * TEAM;
+constexpr int TEAMS = WORKERS / TEAM;
+constexpr int STAGERS = 128 * STAGER_GROUPS - 32;  // threads that stage x
+
+constexpr int PIECE = 16 / (int)sizeof(Stored);  // channels
+constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // high and low
+constexpr int TILE_C = 8 * TILES_C;
+constexpr int ROWS = 64 * TILES_M * TEAM;  // positions of a box, those of no use included
+static_assert(!TAKE_TURNS || RESIDENT, "weights that pass by are for all workers");
+static_assert(!(MERGE_W && OUT_CHANNELS_LAST), "sums of taps are shifted where they are turned");
+
+constexpr int BARRIERS = 2 * (TEAMS * X_STAGES + RING);
+constexpr int BARRIER_BYTES = round_up(8 * BARRIERS, 128);
+
+constexpr Index OUTSIDE = (Index)(INDEX64 ? 1ll << 46 : -(1ll << 31));  // an offset that no element has
+
+// ---- pieces ----------------------------------------------------------------------------------------------------------
+
+typedef Pack<unsigned, 4> Piece;  // 16 bytes of shared memory
+typedef Pack<Stored, PIECE> Channels;  // of one position
+
+__device__ __forceinline__ void zero(Half& value) { value.bits = 0; }
+__device__ __forceinline__ void zero(BFloat16& value) { value.bits = 0; }
+__device__ __forceinline__ void zero(float& value) { value = 0; }
+
+__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
+__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+
+// One piece of a position, as its parts.
+__device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (sizeof(Stored) == 2) {
+            parts[0].value[i] = bits_of(c.value[2 * i % PIECE]) | bits_of(c.value[(2 * i + 1) % PIECE]) << 16;
+        } else if (PRECISION == TF32X3) {
+            split(widen(c.value[i]), parts[0].value[i], parts[PARTS - 1].value[i]);
+        } else {
+            parts[0].value[i] = to_tf32(widen(c.value[i]));
+        }
+    }
+}
+
+template <int COLUMNS>
+__device__ __forceinline__ void multiply_add(float (&sum)[COLUMNS / 2], unsigned long long a, unsigned long long b,
+                                             bool accumulate) {
+#if DTYPE == FLOAT16
+    wgmma_f16<COLUMNS>(sum, a, b, accumulate);
+#elif DTYPE == BFLOAT16
+    wgmma_bf16<COLUMNS>(sum, a, b, accumulate);
+#else
+    wgmma_tf32<COLUMNS>(sum, a, b, accumulate);
+#endif
+}
+
+// ---- the box in shared memory ----------------------------------------------------------------------------------------
+
+// Extents with the halo, and the positions of a plane, what is read beyond the box included.
+struct Staged {
+    int d, h, w, plane;
+};
+
+// Which row of A an output position of the box is.
+__device__ __forceinline__ int row_of(const Problem& p, const Staged& s, int d, int h, int w) {
+    const int patches_h = (int)p.patches[0], patches_w = (int)p.patches[1];
+    if (!patches_w) return (d * s.h + h) * s.w + w;
+    return ((d * patches_h + h / 8) * patches_w + w / 8) * 64 + h % 8 * 8 + w % 8;
+}
+
+// Positions along D of what is in shared memory at a time.
+__device__ __forceinline__ int depth(const Problem& p) { return SLIDES ? 1 : (int)p.box[0]; }
+
+// How many tiles of 64 rows a box fills; `width` is what its last row of positions counts.
+__device__ __forceinline__ int tiles_of(const Problem& p, const Staged& s, int width) {
+    const int patches_h = (int)p.patches[0], patches_w = (int)p.patches[1];
+    const int flat_rows = ((depth(p) - 1) * s.h + (int)p.box[1] - 1) * s.w + width;
+    return patches_w ? depth(p) * patches_h * patches_w : (flat_rows + 63) / 64;
+}
+
+// Where the first row of each of a worker's tiles lies. Tiles that the box does not fill repeat the last one.
+__device__ __forceinline__ void find_starts(int (&start)[TILES_M], const Problem& p, const Staged& s, int tiles) {
+    const int patches_h = (int)p.patches[0], patches_w = (int)p.patches[1];
+#pragma unroll
+    for (int i = 0; i < TILES_M; ++i) {
+        const int tile = min((int)threadIdx.x / 128 % TEAM * TILES_M + i, tiles - 1);
+        start[i] = patches_w ? (tile / patches_w / patches_h * s.h + tile / patches_w % patches_h * 8) * s.w +
+                                   tile % patches_w * 8
+                             : tile * 64;
+    }
+}
+
+// ---- stages and slots --------------------------------------------------------------------------------------------------
+
+// A ring of places in shared memory, filled by some warps and used by others.
+struct Ring {
+    Barrier *full, *free;
+    int place, round;
+
+    __device__ __forceinline__ Ring(Barrier* barriers, int places)
+        : full(barriers), free(barriers + places), place(0), round(0) {}
+    // Another ring, as far as this one.
+    __device__ __forceinline__ Ring of_team(int team) const {
+        Ring ring = *this;
+        ring.full += team * 2 * X_STAGES;
+        ring.free += team * 2 * X_STAGES;
+        return ring;
+    }
+    __device__ __forceinline__ void wait_until_free() const {
+        if (round) barrier_wait(free + place, (round - 1) & 1);
+    }
+    __device__ __forceinline__ void wait_until_full() const { barrier_wait(full + place, round & 1); }
+    template <int PLACES, bool STAYS = false> __device__ __forceinline__ void next() {
+        if (++place == PLACES) place = 0, round += !STAYS;
+    }
+};
+
+// By one thread, before the block's barrier.
+__device__ __forceinline__ void init_barriers(const Ring& x_ring, const Ring& weight_ring) {
+    for (int i = 0; i < TEAMS * X_STAGES; ++i) {
+        Barrier* const full = x_ring.of_team(i / X_STAGES).full + i % X_STAGES;
+        barrier_init(full, STAGERS);
+        barrier_init(full + X_STAGES, 4 * TEAM);
+    }
+    for (int i = 0; i < RING; ++i) {
+        barrier_init(weight_ring.full + i, 1);
+        barrier_init(weight_ring.free + i, 4 * WORKERS);
+    }
+    barrier_init_done();
+}

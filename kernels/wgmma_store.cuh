@@ -1,0 +1,179 @@
+// How the kernels for Hopper's tensor cores store a box. Rows of positions are turned in shared memory, eight channels at a time:
+// [8 channels][sum][row of A], then a zero. Whoever includes this has said what the sums are:
+//
+//     COLUMNS, SETS   columns of a wgmma, and sets of accumulators
+//     SUMS, MERGED    sums of a row that are turned, and how many of them are columns of one set
+//     SUM_ROWS        how far apart they are
+//     MOST_TAPS       of these, added for a position; each next one lies NEXT_TAP further
+//     SET_OUTPUTS     positions of the result to a position of the box
+#pragma once
+
+#include "wgmma_box.cuh"
+
+struct Accumulators {
+    float value[SETS][TILES_M][COLUMNS / 2];
+};
+
+constexpr int ZERO = SUMS * SUM_ROWS;
+constexpr int CHANNEL = at_residue(ZERO + 1, 4, 32);
+constexpr int SLICE = 8 * CHANNEL;
+constexpr int SLICES = TILES_C == 1 ? 1 : 2;  // alternate
+constexpr int TARGETS = ceil_div(ROWS * SET_OUTPUTS, TEAM_THREADS);  // of a thread
+
+// A position of the result within a box, of all channels: where it goes and where its sum lies, of as many taps. All boxes
+// have the same ones.
+struct Target {
+    Index offset;     // from the box's first output
+    short d, h;       // likewise
+    int w, from, taps;
+};
+
+// One channel of a target; `turned` is the channel's.
+__device__ __forceinline__ float sum_at(const float* turned, const Target& t) {
+    float sum = turned[t.from];
+#pragma unroll
+    for (int tap = 1; tap < MOST_TAPS; ++tap)
+        if (tap < t.taps) sum += turned[t.from + tap * NEXT_TAP];
+    return sum;
+}
+
+// Turns eight channels of the sums: of each phase or tap, rows side by side.
+__device__ __forceinline__ void turn(float* turned, const Accumulators& acc, int eight) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float* const to = turned + lane % 4 * 2 * CHANNEL + warp / 4 % TEAM * TILES_M * 64 + warp % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int sum = 0; sum < SUMS; ++sum) {
+        const int set = sum / MERGED, column = sum % MERGED * TILES_C + eight;
+#pragma unroll
+        for (int tile = 0; tile < TILES_M; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                to[i % 2 * CHANNEL + sum * SUM_ROWS + tile * 64 + i / 2 * 8] = acc.value[set][tile][column * 4 + i];
+        }
+    }
+}
+
+// Eight channels, of which `left` exist. Consecutive threads write consecutive positions.
+template <bool WHOLE>
+__device__ __forceinline__ void store_rows(Stored* out, const float* turned, const float* bias, const Target* targets,
+                                           const Index (&offset)[TARGETS], int left, const Problem& p, bool alive) {
+    constexpr int BATCH = TARGETS < 2 ? 1 : 2;
+    const Index step = (Index)p.out_stride[1];
+#pragma unroll
+    for (int i = 0; i < TARGETS; i += BATCH) {
+        float sums[BATCH][8];
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const int own = i + j < TARGETS ? i + j : i;
+            const Target t = targets[threadIdx.x % TEAM_THREADS + own * TEAM_THREADS];
+#pragma unroll
+            for (int c = 0; c < 8; ++c) sums[j][c] = bias[c] + (alive ? sum_at(turned + c * CHANNEL, t) : 0.0f);
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            if (i + j >= TARGETS || offset[i + j < TARGETS ? i + j : i] == OUTSIDE) continue;
+            Stored* to = out + offset[i + j < TARGETS ? i + j : i];
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                if (WHOLE || c < left) narrow(sums[j][c], *to);
+                to += step;
+            }
+        }
+    }
+}
+
+// Channels-last results go straight from the registers: the four threads that share a row hold eight channels that follow each
+// other. Of 16-bit numbers, sixteen fill a sector of memory: two tiles of channels are exchanged between the four.
+
+// Two neighbouring channels of two rows and of all tiles of channels, with the bias.
+struct TwoChannels {
+    float value[TILES_C][2];
+};
+
+__device__ __forceinline__ void store_two(Stored* to, const TwoChannels& sums, int left, const Problem& p) {
+    const Index step = (Index)p.out_stride[1];
+    const int t = threadIdx.x % 4;
+    if constexpr (sizeof(Stored) == 4 || !OUT_VECTOR) {
+#pragma unroll
+        for (int tile = 0; tile < TILES_C; ++tile) {
+            const int channel = tile * 8 + 2 * t;
+            Pack<Stored, 2> pair;
+            narrow(sums.value[tile][0], pair.value[0]);
+            narrow(sums.value[tile][1], pair.value[1]);
+            if (OUT_VECTOR) {
+                if (channel < left) *reinterpret_cast<Pack<Stored, 2>*>(to + channel) = pair;
+            } else {
+                if (channel < left) to[channel * step] = pair.value[0];
+                if (channel + 1 < left) to[(channel + 1) * step] = pair.value[1];
+            }
+        }
+    } else {
+#pragma unroll
+        for (int tile = 0; tile < TILES_C; tile += 2) {
+            unsigned word[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                Pack<Stored, 2> pair;
+                narrow(tile + i < TILES_C ? sums.value[(tile + i) % TILES_C][0] : 0.0f, pair.value[0]);
+                narrow(tile + i < TILES_C ? sums.value[(tile + i) % TILES_C][1] : 0.0f, pair.value[1]);
+                word[i] = bits_of(pair.value[0]) | bits_of(pair.value[1]) << 16;
+            }
+            // Threads 0 and 1 receive channels 0 to 3 and 4 to 7 of the first tile, 2 and 3 of the second.
+            const int from = threadIdx.x % 32 / 4 * 4 + t % 2 * 2;
+            const unsigned low[2] = {__shfl_sync(~0u, word[0], from), __shfl_sync(~0u, word[1], from)};
+            const unsigned high[2] = {__shfl_sync(~0u, word[0], from + 1), __shfl_sync(~0u, word[1], from + 1)};
+            const Pack<unsigned, 2> four = {{t < 2 ? low[0] : low[1], t < 2 ? high[0] : high[1]}};
+            const int channel = tile * 8 + 4 * t;
+            if (channel < left) *reinterpret_cast<Pack<unsigned, 2>*>(to + channel) = four;
+        }
+    }
+}
+
+// What a team of workers shares to store a box.
+struct Turned {
+    float bias[TILE_C];
+#if !OUT_CHANNELS_LAST
+    float sums[SLICES][SLICE];
+#endif
+};
+
+// The bias of the tile's channels, for all workers of the team that passed the barrier here and the next one.
+__device__ __forceinline__ void bring_bias(Turned& turned, const Stored* bias, const Problem& p, int tile_c, long long group) {
+    warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);  // the box before is stored
+    for (int c = threadIdx.x % TEAM_THREADS; c < TILE_C; c += TEAM_THREADS) {
+        const int channel = tile_c * TILE_C + c;
+        const bool biased = bias && channel < p.c_out;
+        turned.bias[c] = biased ? widen(bias[(group * p.c_out + channel) * p.bias_stride]) : 0.0f;
+    }
+}
+
+#if !OUT_CHANNELS_LAST
+// Stores the box whose first output is at d, h, w; `out` is the first channel of the tile, of whose `channels` exist.
+__device__ __forceinline__ void store_turned(const Accumulators& acc, Turned& turned, const Target* targets, Index d, Index h,
+                                             Index w, int channels, const Problem& p, Stored* out, bool alive) {
+    const int thread = threadIdx.x % TEAM_THREADS, barrier = 2 + threadIdx.x / TEAM_THREADS;
+    Index offset[TARGETS];
+#pragma unroll
+    for (int i = 0; i < TARGETS; ++i) {
+        const Target t = targets[thread + i * TEAM_THREADS];
+        const bool inside = t.w >= 0 && within(d + t.d, p.out_extent[0]) && within(h + t.h, p.out_extent[1]) &&
+                            within(w + t.w, p.out_extent[2]);
+        offset[i] = inside ? d * (Index)p.out_stride[2] + h * (Index)p.out_stride[3] + w * (Index)p.out_stride[4] + t.offset
+                           : OUTSIDE;
+    }
+#pragma unroll
+    for (int eight = 0; eight < TILES_C; ++eight) {
+        float* const slice = turned.sums[eight % SLICES];
+        if (SLICES == 1 && eight) warps_sync(barrier, TEAM_THREADS);
+        if (alive) turn(slice, acc, eight);
+        warps_sync(barrier, TEAM_THREADS);
+        const int left = channels - eight * 8;
+        Stored* const to = out + eight * 8 * p.out_stride[1];
+        if (left >= 8) {
+            store_rows<true>(to, slice, turned.bias + eight * 8, targets, offset, 8, p, alive);
+        } else {
+            store_rows<false>(to, slice, turned.bias + eight * 8, targets, offset, left, p, alive);
+        }
+    }
+}
+#endif
