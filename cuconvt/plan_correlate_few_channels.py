@@ -9,21 +9,21 @@ from math import gcd, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import AXES, DTYPE_CODES, MAX_GRID, Device, Layout, Plan, Refusal, problem_parameters, round_up
-from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
+from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_gemm import with_margin
-from cuconvt.plan_few_channels import _batch_as_axis
+from cuconvt.plan_few_channels import _batch_as_axis, _constant_stride
+from cuconvt.plan_rows import Row, spent_ahead, spent_on_window, whole_pieces
 
 THREADS = 128
 FEW = 4  # channels
-MAX_REGISTERS = 208  # of a thread, by estimate
+MAX_REGISTERS = 192  # of a thread, by estimate
 MAX_WEIGHTS_IN_REGISTERS = 72
 MAX_SHARED_BYTES = 48 * 1024
 REGISTERS = 65536  # of a multiprocessor
 WAVES = 4  # of blocks, at least, where the slide along D can be cut
 
 LANES = 128  # threads that a multiprocessor advances by an instruction a clock
-ISSUE_RATE = 0.7  # the share of these clocks that is used at best
-L1_BYTES_A_CLOCK = 64
+BUSY = 2  # with so many blocks on a multiprocessor half of these clocks are used, with more of them more
 BYTES_A_CLOCK = 18  # to and from memory
 LATENCY = 800  # clocks until a load from memory arrives
 
@@ -34,19 +34,22 @@ class Tile:
 
     positions_w: int
     lanes_c: int
+    shared: bool  # whether neighbouring lanes share columns of y
+    ahead: bool  # whether rows are fetched a step before they are needed
+    hold_weights: bool  # whether a thread's weights stay in registers
 
 
 def plan_correlate_few_channels(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
 ) -> Plan | Refusal:
-    """Propose the cheapest tile. The kernel computes in float32 (float64 for float64), which serves every precision."""
+    """Propose the cheapest tile, or a given one. It serves every precision, in float32 (float64 for float64)."""
     name = "correlate_few_channels"
-    if reason := _refuse(geometry):
+    if reason := refuse_channels(geometry):
         return Refusal(name, reason)
     geometry, layout = _batch_as_axis(geometry, layout)
     g = geometry
     work = _Work(g, dtype, layout, device)
-    tile = min(_tiles(work), key=work.clocks_a_position, default=None)
+    tile = tile or min(work.tiles(), key=work.clocks_a_position, default=None)
     if tile is None:
         return Refusal(name, "the taps of a step do not fit into the registers")
     if work.shared_bytes(tile) > MAX_SHARED_BYTES:
@@ -61,6 +64,7 @@ def plan_correlate_few_channels(
     if blocks * runs > MAX_GRID or g.x_extent[1] * tiles_w >= 2**31 - THREADS:
         return Refusal(name, f"{blocks * runs} blocks are more than a launch takes ({MAX_GRID})")
     per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
+    row = work.row(tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         *(
@@ -70,39 +74,39 @@ def plan_correlate_few_channels(
         ),
         ("POSITIONS_W", tile.positions_w),
         ("LANES_C", tile.lanes_c),
-        ("HOLD_WEIGHTS", int(work.holds_weights)),
+        ("EARLY", row.early),
+        ("AHEAD", int(tile.ahead)),
+        ("HOLD_WEIGHTS", int(tile.hold_weights)),
+        ("Y_STRIDE_W", _constant_stride(layout.out, layout.out_channels_last, g.c_out)),
         ("INDEX64", int(reads_need_64_bits(g, layout, (work.depth, 1, 32)))),
         ("MIN_BLOCKS", resident),
     )
+    x_extents, y_extents = (g.n, g.c_in, *g.x_extent), (g.n, g.c_out, *g.out_extent)
     return Plan(
         kernel=name,
         defines=defines,
         grid=blocks * runs,
         block=THREADS,
         shared_bytes=work.shared_bytes(tile),
-        problem=problem_parameters(g, layout, (runs, g.x_extent[1], tiles_w, tiles_c)),
+        problem=problem_parameters(
+            g,
+            layout,
+            (runs, g.x_extent[1], tiles_w, tiles_c),
+            whole_pieces(layout.x, x_extents, layout.x_aligned, tile.positions_w),
+            whole_pieces(layout.out, y_extents, layout.out_aligned, row.piece),
+        ),
         cost=max(work.clocks_a_position(tile), work.memory_clocks_a_position()) * prod(g.x_extent) * g.n,
+        tile=tile,
     )
 
 
-def _refuse(geometry: Geometry) -> str | None:
+def refuse_channels(geometry: Geometry) -> str | None:
+    """Return why a problem is not one of few channels, if it is none."""
     if min(geometry.c_in_per_group, geometry.c_out_per_group) > FEW:
         return f"serves at most {FEW} channels of x or of y a group"
     if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
         return "stride and dilation * kernel must stay below 2**31 on every axis"
     return None
-
-
-def _tiles(work: _Work) -> Iterator[Tile]:
-    """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
-    channels = work.geometry.c_in
-    lanes = (1,)
-    if work.layout.x_channels_last and channels > 1:
-        lanes = (min((n for n in (32, 16, 8, 4, 2) if n < 2 * channels), key=lambda n: (round_up(channels, n), -n)),)
-    for positions_w, lanes_c in itertools.product((1, 2, 4), lanes):
-        tile = Tile(positions_w, lanes_c)
-        if work.columns(tile)[1] <= 32 and work.registers(tile) <= MAX_REGISTERS:
-            yield tile
 
 
 class _Work:
@@ -115,26 +119,36 @@ class _Work:
         self.words = 2 if dtype == "float64" else 1  # registers of an accumulator
         self.depth = (g.kernel[0] - 1) * g.dilation[0] // g.stride[0] + 1
         self.planes = min(g.kernel[0], g.stride[0] // gcd(g.stride[0], g.dilation[0]))  # of y that a step reads
-        self.holds_weights = g.c_out_per_group == 1 and g.taps * self.words <= MAX_WEIGHTS_IN_REGISTERS
 
-    def columns(self, tile: Tile) -> tuple[int, int]:
-        """Return how many columns of a row of y a thread reads, and from how many on it reads none."""
-        g = self.geometry
-        step, hop, _ = staged_axis(g.kernel[2], g.stride[2], g.dilation[2], 1)
-        found = {t * step + tap * hop for t in range(tile.positions_w) for tap in range(g.kernel[2])}
-        return len(found), max(found) + 1
+    def tiles(self) -> Iterator[Tile]:
+        """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
+        channels = self.geometry.c_in
+        lanes = 1
+        if self.layout.x_channels_last and channels > 1:
+            lanes = min((n for n in (32, 16, 8, 4, 2) if n < 2 * channels), key=lambda n: (round_up(channels, n), -n))
+        choices = (True, False)
+        may_hold = self.geometry.c_out_per_group == 1 and self.geometry.taps * self.words <= MAX_WEIGHTS_IN_REGISTERS
+        for positions_w, shared, ahead, hold_weights in itertools.product((1, 2, 4, 8), choices, choices, choices):
+            tile = Tile(positions_w, lanes, shared, ahead, hold_weights)
+            if (shared and (lanes > 1 or self.layout.out[4] != 1)) or (hold_weights and not may_hold):
+                continue
+            fits_a_store = positions_w == 1 or positions_w * self.itemsize <= 16
+            if fits_a_store and self.row(tile).is_possible and self.registers(tile) <= MAX_REGISTERS:
+                yield tile
+
+    def row(self, tile: Tile) -> Row:
+        return Row.of(self.geometry, tile.positions_w, tile.shared, self.itemsize)
 
     def registers(self, tile: Tile) -> int:
         """Estimate the registers of a thread."""
-        g = self.geometry
-        columns = self.columns(tile)[0]
-        plane = g.kernel[1] * columns
-        count = self.words * (self.depth * tile.positions_w + plane) + g.kernel[1] + 48
-        if self.holds_weights:
-            return with_margin(count + self.words * g.taps, self.device)
-        # Weights are loaded ahead of their use, and so are the other planes, whose addresses take registers too.
-        ahead = self.planes * plane // 2
-        return with_margin(count + self.words * (min(g.taps, 48) + ahead) + 2 * columns, self.device)
+        g, row = self.geometry, self.row(tile)
+        held = self.planes if tile.ahead else 1
+        count = self.words * (self.depth * tile.positions_w + row.columns[0])
+        count += spent_on_window(row, held * g.kernel[1]) + g.kernel[1] + 44
+        if tile.ahead:
+            count += spent_ahead(row, g.kernel[1])
+        # Weights that are not held are loaded ahead of their use.
+        return with_margin(count + self.words * (g.taps if tile.hold_weights else min(g.taps // 4, 32)), self.device)
 
     def blocks(self, tile: Tile) -> int:
         """Blocks that a multiprocessor holds."""
@@ -146,15 +160,19 @@ class _Work:
 
     def clocks_a_position(self, tile: Tile) -> float:
         """Estimate the clocks of a multiprocessor for one position and all channels."""
-        g = self.geometry
-        loads = self.planes * g.kernel[1] * self.columns(tile)[0] * g.c_out_per_group
-        weights = 0 if self.holds_weights else g.taps * g.c_out_per_group
+        g, row = self.geometry, self.row(tile)
+        rows = self.planes * g.kernel[1] * g.c_out_per_group
+        weights = 0.0
+        if not tile.hold_weights:
+            weights = g.taps * g.c_out_per_group * (1 if tile.lanes_c > 1 else self.words / 4)
         arithmetic = g.taps * g.c_out_per_group * tile.positions_w * self.words
-        step = arithmetic + weights + loads * (2.5 + (self.itemsize == 2)) + 12 * tile.positions_w + 30
+        addresses = 0 if _constant_stride(self.layout.out, self.layout.out_channels_last, g.c_out) else 2
+        step = arithmetic + weights + rows * (row.instructions + addresses * row.columns[0]) + 4 * tile.positions_w + 40
         apart = 1 if tile.lanes_c > 1 else tile.positions_w * g.stride[2]  # elements, of the lanes of a warp
-        l1 = loads * 32 * min(32, apart * self.itemsize) / L1_BYTES_A_CLOCK / 32
-        waiting = max(step, g.c_out_per_group * LATENCY) / self.blocks(tile)
-        a_step = max(step / ISSUE_RATE / LANES, l1, waiting / LANES)
+        l1 = (rows * row.l1_clocks(apart) + weights) / 32
+        planes = g.c_out_per_group * (1 if tile.ahead else self.planes)  # that a warp waits for
+        waiting = max(step, planes * LATENCY) if tile.ahead else step + planes * LATENCY
+        a_step = max(step * (1 + BUSY / self.blocks(tile)) / LANES, l1, waiting / self.blocks(tile) / LANES)
         return a_step * g.c_in / tile.positions_w
 
     def memory_clocks_a_position(self) -> float:

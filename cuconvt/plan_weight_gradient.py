@@ -81,9 +81,14 @@ def make_weight_gradient_plan(
     ValueError
         If no kernel can launch the problem.
     """
+    from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
     from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
 
-    families = (plan_weight_gradient_gemm, plan_weight_gradient)
+    families = (
+        plan_weight_gradient_gemm,
+        plan_weight_gradient_few_channels,
+        plan_weight_gradient,
+    )
     return cheapest(geometry, dtype, precision, [f(geometry, dtype, layout, precision, device) for f in families])
 
 

@@ -6,9 +6,11 @@
 // registers, and adds it to each of the DEPTH positions along D whose taps meet these planes. Then the oldest of these is
 // complete and is stored, and the others move up. What is inside y along H and W is decided once, before the slide. The
 // lanes of a warp lie along W and then H, or (channels-last) along the channels: whatever is contiguous in the result.
+// Along W they can share the columns of a row (rows.cuh); the rows of a step are fetched a step ahead (AHEAD).
 //
-// Compile-time: kernel, stride, dilation, dtype and tile. Run-time: N, extents, padding, channels, strides.
-#include "boxes.cuh"
+// Compile-time: kernel, stride, dilation, dtype, tile, EARLY (it follows from the padding along W), and y's stride along W
+// where it is 1 or the number of channels. Run-time: N, extents, padding, channels, all other strides.
+#include "rows.cuh"
 
 #ifndef DTYPE
 #define DTYPE FLOAT32
@@ -29,16 +31,25 @@
 #define DILATION_W 1
 #endif
 #ifndef POSITIONS_W  // positions a thread owns along W
-#define POSITIONS_W 1
+#define POSITIONS_W 2
 #endif
 #ifndef LANES_C  // threads side by side along the channels of the result
 #define LANES_C 1
 #endif
+#ifndef EARLY  // columns before those that a lane loads for itself and its neighbours; -1: each loads all it needs
+#define EARLY 1
+#endif
+#ifndef AHEAD  // whether rows are fetched a step before they are needed
+#define AHEAD 1
+#endif
 #ifndef HOLD_WEIGHTS  // for one channel of y a group: a thread's weights stay in registers
 #define HOLD_WEIGHTS 1
 #endif
+#ifndef Y_STRIDE_W  // 0: known at run time
+#define Y_STRIDE_W 0
+#endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS 4
+#define MIN_BLOCKS 3
 #endif
 
 typedef Element<DTYPE>::Stored Stored;
@@ -49,23 +60,11 @@ constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
 
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
 constexpr int DEPTH = AxisD::REACH + 1;  // positions along D that are under way
+constexpr int PLANES = AxisD::STEP < KERNEL_D ? AxisD::STEP : KERNEL_D;  // of a step that have a tap
+constexpr int HELD_PLANES = AHEAD ? PLANES : 1;
 
-// The columns of a row of y that a thread's positions and taps reach.
-typedef Staged<KERNEL_W, STRIDE_W, DILATION_W, POSITIONS_W> AxisW;
-constexpr int COLUMNS = AxisW::EXTENT;
-__host__ __device__ constexpr int column_of(int t, int tap) { return t * AxisW::STEP + tap * AxisW::HOP; }
-__host__ __device__ constexpr bool is_read(int column) {
-    for (int t = 0; t < POSITIONS_W; ++t)
-        for (int tap = 0; tap < KERNEL_W; ++tap)
-            if (column_of(t, tap) == column) return true;
-    return false;
-}
-__host__ __device__ constexpr bool has_tap(int phase) {
-    for (int tap = 0; tap < KERNEL_D; ++tap)
-        if (AxisD::phase_of(tap) == phase) return true;
-    return false;
-}
-static_assert(COLUMNS <= 32, "a mask has a bit for each");
+typedef Row<Stored, Acc, KERNEL_W, STRIDE_W, DILATION_W, POSITIONS_W, EARLY, Y_STRIDE_W> RowY;
+static_assert(EARLY < 0 || LANES_C == 1, "lanes along W share columns");
 
 // Weights in shared memory: [channel of y][tap][lane]. An odd number of lanes spreads over the banks.
 constexpr int WEIGHT = LANES_C > 1 ? LANES_C + 1 : 1;
@@ -76,6 +75,104 @@ __device__ __forceinline__ void narrow_one(Acc value, Stored& to) {
 #else
     narrow(value, to);
 #endif
+}
+
+struct Thread {
+    const Stored* y;  // the first column that the thread loads, in plane 0 of the first channel of the group
+    Stored* out;      // its first position
+    Index first_d, last_d;
+    int first_column;            // that exists and that it loads itself, and for each row how many do
+    unsigned columns[KERNEL_H];
+    int positions;  // that exist
+    Sides from;
+};
+
+// Stores the complete positions.
+__device__ __forceinline__ void store(Stored* to, const Acc (&value)[POSITIONS_W], const Problem& p, int positions) {
+    Pack<Stored, POSITIONS_W> result;
+#pragma unroll
+    for (int t = 0; t < POSITIONS_W; ++t) narrow_one(value[t], result.value[t]);
+    if (POSITIONS_W > 1 && p.x_vector) {
+        if (positions > 0) *reinterpret_cast<Pack<Stored, POSITIONS_W>*>(to) = result;
+        return;
+    }
+#pragma unroll
+    for (int t = 0; t < POSITIONS_W; ++t)
+        if (t < positions) to[t * p.x_stride[4]] = result.value[t];
+}
+
+template <bool IN_PIECES>
+__device__ __forceinline__ void slide(const Thread& me, const Acc* weights, Acc offset, const Problem& p) {
+    Acc acc[DEPTH][POSITIONS_W];
+#pragma unroll
+    for (int i = 0; i < DEPTH * POSITIONS_W; ++i) acc[i / POSITIONS_W][i % POSITIONS_W] = offset;
+
+    Acc held[HOLD_WEIGHTS ? TAPS : 1];
+    if (HOLD_WEIGHTS) {
+#pragma unroll
+        for (int tap = 0; tap < TAPS; ++tap) held[tap] = weights[tap * WEIGHT];
+    }
+
+    const int channels = HOLD_WEIGHTS ? 1 : (int)p.c_out;
+    const Index last_q = me.last_d + AxisD::REACH;
+    const Index y_stride_w = RowY::Along::GAP * (Index)p.out_stride[4];
+    const long long row_step = DILATION_H * p.out_stride[3];
+    // Rows of plane q * STRIDE_D + phase of channel co, for the phase of tap `tap_d`.
+    const auto fetch = [&](RowY& to, Index q, int co, int tap_d, int row) {
+        const Index d = q * STRIDE_D + AxisD::phase_of(tap_d) - (Index)p.pad[0];
+        const bool exists = q <= last_q && within(d, p.out_extent[0]);
+        const Stored* const from = me.y + d * p.out_stride[2] + co * p.out_stride[1] + row * row_step;
+        to.template fetch<IN_PIECES>(from, {me.first_column, exists ? me.columns[row] : 0}, y_stride_w);
+    };
+
+    RowY rows[HELD_PLANES][KERNEL_H];
+    if (AHEAD) {
+#pragma unroll
+        for (int i = 0; i < PLANES * KERNEL_H; ++i)
+            fetch(rows[i / KERNEL_H][i % KERNEL_H], me.first_d, 0, i / KERNEL_H, i % KERNEL_H);
+    }
+    // Step q adds the planes q * STRIDE_D + phase, after which position q - AxisD::REACH is complete.
+#pragma unroll 1
+    for (Index q = me.first_d; q <= last_q; ++q) {
+#pragma unroll 1
+        for (int co = 0; co < channels; ++co) {
+            const bool last_channel = co == channels - 1;
+#pragma unroll
+            for (int first_tap = 0; first_tap < PLANES; ++first_tap) {  // taps of other phases each
+                RowY* const plane = rows[AHEAD ? first_tap : 0];
+                if (!AHEAD) {
+#pragma unroll
+                    for (int row = 0; row < KERNEL_H; ++row) fetch(plane[row], q, co, first_tap, row);
+                }
+#pragma unroll
+                for (int row = 0; row < KERNEL_H; ++row) {
+                    Acc value[RowY::COLUMNS];
+                    plane[row].widen_all(value, me.from);
+                    if (AHEAD) fetch(plane[row], last_channel ? q + 1 : q, last_channel ? 0 : co + 1, first_tap, row);
+#pragma unroll
+                    for (int tap_d = first_tap; tap_d < KERNEL_D; tap_d += AxisD::STEP) {
+#pragma unroll
+                        for (int tap_w = 0; tap_w < KERNEL_W; ++tap_w) {
+                            const int tap = (tap_d * KERNEL_H + row) * KERNEL_W + tap_w;
+                            const Acc factor =
+                                HOLD_WEIGHTS ? held[HOLD_WEIGHTS ? tap : 0] : weights[(co * TAPS + tap) * WEIGHT];
+#pragma unroll
+                            for (int t = 0; t < POSITIONS_W; ++t)
+                                acc[AxisD::REACH - AxisD::back(tap_d)][t] += value[RowY::column(t, tap_w)] * factor;
+                        }
+                    }
+                }
+            }
+        }
+        const Index complete = q - AxisD::REACH;
+        store(me.out + complete * p.x_stride[2], acc[0], p, complete >= me.first_d ? me.positions : 0);
+#pragma unroll
+        for (int t = 0; t < POSITIONS_W; ++t) {
+#pragma unroll
+            for (int i = 1; i < DEPTH; ++i) acc[i - 1][t] = acc[i][t];
+            acc[DEPTH - 1][t] = offset;
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -90,10 +187,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const unsigned position = index % tiles_q * POSITIONS + threadIdx.x / LANES_C;
     index /= tiles_q;
     const Index length = (Index)((p.x_extent[0] + p.tiles[0] - 1) / p.tiles[0]);  // of a run along D
-    const Index first_d = (Index)(index % (unsigned)p.tiles[0]) * length;
+    Thread me;
+    me.first_d = (Index)(index % (unsigned)p.tiles[0]) * length;
+    me.last_d = min(me.first_d + length, (Index)p.x_extent[0]) - 1;
     index /= (unsigned)p.tiles[0];
     const long long first_c = (long long)(index % (unsigned)p.tiles[3]) * LANES_C, n = index / (unsigned)p.tiles[3];
-    const Index last_d = min(first_d + length, (Index)p.x_extent[0]) - 1;
 
     // The weights of the block's channels; those that do not exist become zero.
     const int channels = (int)p.c_out;
@@ -110,89 +208,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncthreads();
 
     const long long channel = first_c + threadIdx.x % LANES_C;
-    const unsigned tiles_w = (unsigned)p.tiles[2];
-    const Index h = (Index)(position / tiles_w), w = (Index)(position % tiles_w) * POSITIONS_W;
-    if (position >= rows_by_tiles || channel >= p.groups * p.c_in) return;  // no barrier follows
+    const unsigned tiles_w = (unsigned)p.tiles[2], tile_w = position % tiles_w;
+    const Index h = (Index)(position / tiles_w), w = (Index)tile_w * POSITIONS_W;
+    const bool idle = position >= rows_by_tiles || channel >= p.groups * p.c_in;
+    if (!RowY::SHARED && idle) return;  // no barrier and no exchange follows
+    me.from = RowY::sides(threadIdx.x % 32, tile_w, tiles_w);
 
-    // A bit for each column of each row of y that exists, and where the thread starts to read.
-    const Index y_h = h * STRIDE_H - (Index)p.pad[1], y_w = w * STRIDE_W - (Index)p.pad[2];
-    unsigned inside[KERNEL_H];
+    const Index y_h = h * STRIDE_H - (Index)p.pad[1], y_w = w * STRIDE_W - (Index)p.pad[2] + RowY::BEFORE;
+    const Range columns = RowY::columns_to_load(y_w, p.out_extent[2], me.from);
+    me.first_column = columns.first;
 #pragma unroll
-    for (int row = 0; row < KERNEL_H; ++row) {
-        inside[row] = 0;
-        if (within(y_h + row * DILATION_H, p.out_extent[1])) {
-#pragma unroll
-            for (int column = 0; column < COLUMNS; ++column)
-                inside[row] |= (unsigned)within(y_w + column * AxisW::GAP, p.out_extent[2]) << column;
-        }
-    }
-    y += n * p.out_stride[0] + channel / p.c_in * p.c_out * p.out_stride[1] + y_h * p.out_stride[3] + y_w * p.out_stride[4];
-    out += n * p.x_stride[0] + channel * p.x_stride[1] + h * p.x_stride[3] + w * p.x_stride[4];
+    for (int row = 0; row < KERNEL_H; ++row)
+        me.columns[row] = !idle && within(y_h + row * DILATION_H, p.out_extent[1]) ? columns.count : 0;
+    me.positions = idle ? 0 : (int)min((Index)p.x_extent[2] - w, (Index)POSITIONS_W);
 
-    const Acc offset = bias ? widen(bias[channel * p.bias_stride]) : Acc(0);
-    Acc acc[DEPTH][POSITIONS_W];
-#pragma unroll
-    for (int i = 0; i < DEPTH * POSITIONS_W; ++i) acc[i / POSITIONS_W][i % POSITIONS_W] = offset;
-
-    const Acc* const my_weights = shared + threadIdx.x % LANES_C;
-    Acc held[HOLD_WEIGHTS ? TAPS : 1];
-    if (HOLD_WEIGHTS) {
-#pragma unroll
-        for (int tap = 0; tap < TAPS; ++tap) held[tap] = my_weights[tap * WEIGHT];
-    }
-
-    const Index y_stride_w = AxisW::GAP * (Index)p.out_stride[4];
-    const long long row_step = DILATION_H * p.out_stride[3];
-    // Step q adds the planes q * STRIDE_D + phase, after which position q - AxisD::REACH is complete.
-#pragma unroll 1
-    for (Index q = first_d; q <= last_d + AxisD::REACH; ++q) {
-#pragma unroll 1
-        for (int co = 0; co < (HOLD_WEIGHTS ? 1 : channels); ++co) {
-#pragma unroll
-            for (int phase = 0; phase < STRIDE_D; ++phase) {
-                if (!has_tap(phase)) continue;
-                const Index d = q * STRIDE_D + phase - (Index)p.pad[0];
-                const bool exists = within(d, p.out_extent[0]);
-                const Stored* from = y + d * p.out_stride[2] + co * p.out_stride[1];
-                Acc value[KERNEL_H][COLUMNS];
-#pragma unroll
-                for (int row = 0; row < KERNEL_H; ++row) {
-                    const unsigned here = exists ? inside[row] : 0;
-#pragma unroll
-                    for (int column = 0; column < COLUMNS; ++column) {
-                        if (!is_read(column)) continue;
-                        value[row][column] = 0;
-                        if (here >> column & 1) value[row][column] = widen(from[column * y_stride_w]);
-                    }
-                    from += row_step;
-                }
-#pragma unroll
-                for (int tap_d = 0; tap_d < KERNEL_D; ++tap_d) {
-                    if (AxisD::phase_of(tap_d) != phase) continue;
-#pragma unroll
-                    for (int tap = 0; tap < KERNEL_H * KERNEL_W; ++tap) {
-                        const int all = tap_d * KERNEL_H * KERNEL_W + tap;
-                        const Acc factor =
-                            HOLD_WEIGHTS ? held[HOLD_WEIGHTS ? all : 0] : my_weights[(co * TAPS + all) * WEIGHT];
-#pragma unroll
-                        for (int t = 0; t < POSITIONS_W; ++t)
-                            acc[AxisD::REACH - AxisD::back(tap_d)][t] +=
-                                value[tap / KERNEL_W][column_of(t, tap % KERNEL_W)] * factor;
-                    }
-                }
-            }
-        }
-        const Index complete = q - AxisD::REACH;
-        if (complete >= first_d) {
-#pragma unroll
-            for (int t = 0; t < POSITIONS_W; ++t)
-                if (within(w + t, p.x_extent[2])) narrow_one(acc[0][t], out[complete * p.x_stride[2] + t * p.x_stride[4]]);
-        }
-#pragma unroll
-        for (int t = 0; t < POSITIONS_W; ++t) {
-#pragma unroll
-            for (int i = 1; i < DEPTH; ++i) acc[i - 1][t] = acc[i][t];
-            acc[DEPTH - 1][t] = offset;
-        }
-    }
+    const long long number = idle ? 0 : channel;  // an idle thread loads nothing
+    me.y = y + n * p.out_stride[0] + number / p.c_in * p.c_out * p.out_stride[1] + y_h * p.out_stride[3] +
+           y_w * p.out_stride[4];
+    me.out = out + n * p.x_stride[0] + number * p.x_stride[1] + h * p.x_stride[3] + w * p.x_stride[4];
+    const Acc offset = bias ? widen(bias[number * p.bias_stride]) : Acc(0);
+    const Acc* const weights = shared + threadIdx.x % LANES_C;
+    if (RowY::SHARED && p.out_vector)
+        slide<RowY::SHARED>(me, weights, offset, p);
+    else
+        slide<false>(me, weights, offset, p);
 }

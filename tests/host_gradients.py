@@ -19,6 +19,7 @@ from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case
 from cuconvt import cpu
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, problem_struct
+from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_SLICES, SUM_VALUES
 
 
@@ -29,6 +30,8 @@ class HostGradients:
     ----------
     family, device, precision, defines, sources
         As for `host.backend.HostBackend`.
+    is_turned : bool, optional
+        Whether the family is one of transposed convolutions, which runs correlations with a stride of 1.
     """
 
     def __init__(
@@ -38,8 +41,9 @@ class HostGradients:
         precision: str | None = None,
         defines: Mapping[str, int] | None = None,
         sources: Mapping[str, str] | None = None,
+        is_turned: bool = False,
     ):
-        self.family, self.device, self.precision = family, device, precision
+        self.family, self.device, self.precision, self.is_turned = family, device, precision, is_turned
         self.defines = defines or {}
         self.sources = sources or kernel_sources(f"{family}.cu")
         self.programs: dict[tuple[Any, ...], Program] = {}
@@ -76,6 +80,10 @@ class HostGradients:
         self._launch(plan, f"{plan.kernel}_add", grid, SUM_VALUES * SUM_SLICES, 0, arrays)
 
     def _plan(self, geometry: Geometry, dtype: str, layout: Layout) -> Plan:
+        if self.is_turned:
+            adjoint = turned(geometry, layout)
+            assert adjoint is not None, "the problem has a stride"
+            geometry, layout = adjoint
         return plan_family(self.family, geometry, dtype, layout, self.precision, self.device)
 
     def _launch(self, plan: Plan, entry: str, grid: int, block: int, shared_bytes: int, arrays: list[Argument]) -> None:
@@ -137,6 +145,7 @@ RARE = {
     "correlate_few_channels": (
         ("float16", None, (4, 4), (2, 2), (1, 1), 1, 1, (True, True)),
         ("float32", "ieee", (3,), (1,), (2,), 40, 1, (True, True)),
+        ("bfloat16", None, (2, 5, 5), (1, 1, 1), (1, 1, 1), 1, 1, (False, False)),  # lanes share two columns
         ("float64", None, (3, 3, 3), (2, 2, 2), (1, 1, 1), 2, 3, (False, False)),
     ),
     "correlate_gemm": (
@@ -146,6 +155,12 @@ RARE = {
     "weight_gradient": (
         ("float32", "ieee", (2, 4), (2, 2), (1, 1), 1, 1, (True, True)),  # several groups a block
         ("float64", None, (11,), (1,), (2,), 9, 3, (False, False)),  # several tiles of taps
+    ),
+    "weight_gradient_few_channels": (
+        ("float16", None, (4, 4), (2, 2), (1, 1), 1, 1, (True, True)),
+        ("float32", "ieee", (4, 4, 4), (2, 2, 2), (1, 1, 1), 1, 1, (False, False)),
+        ("bfloat16", None, (2, 5, 5), (1, 1, 1), (1, 1, 1), 1, 2, (False, False)),  # lanes share two columns
+        ("float64", None, (3, 3, 3), (2, 2, 2), (1, 1, 1), 2, 3, (False, False)),
     ),
     "weight_gradient_gemm": (
         ("bfloat16", None, (1, 19), (1, 1), (1, 1), 9, 8, (False, False)),  # several tiles of taps
@@ -165,7 +180,7 @@ def cases(family: str) -> dict[str, Case]:
             tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3, 2)
         )
         channels = choose.choice((1, 2, 5, 8, 9, 17)), choose.choice((1, 3, 4, 9, 16, 18))
-        if family == "correlate_few_channels":
+        if family.endswith("few_channels"):
             channels = min(channels[0], 4), min(channels[1], 4)
         last = choose.random() < 0.4, choose.random() < 0.4
         device = choose.choice([device for device in DEVICES.values() if device.compute_capability != 120])
@@ -202,7 +217,7 @@ def box(family: str, defines: Mapping[str, int]) -> Ints:
     if family == "correlate_gemm":
         rows_h, rows_w = (1, defines["ROWS"]) if defines["ROWS_ALONG_W"] else (defines["ROWS"], 1)
         return (defines["WARPS_D"], defines["WARPS_H"] * rows_h, 8 * defines["WARPS_W"] * rows_w)
-    if family == "correlate_few_channels":
+    if family.endswith("few_channels"):
         cut = 4 * ((defines["KERNEL_D"] - 1) * defines["DILATION_D"] // defines["STRIDE_D"] + 1)
         return (
             cut,

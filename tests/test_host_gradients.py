@@ -6,8 +6,9 @@ import dataclasses
 from collections import defaultdict
 
 import pytest
-from described import DEVICES
+from described import DEVICES, geometry_of, layout_of
 from gradients import check
+from host.backend import plan_family
 from host.build import kernel_sources, why_not
 from host_gradients import (
     RARE,
@@ -66,11 +67,31 @@ def test_copies_of_every_width_are_reached() -> None:
         assert reached["correlate_gemm", "out", is_float32] == {0, 1}
 
 
+# Several rows of lanes in a warp, the last of them cut off; rows of y in whole aligned pieces, or one element longer.
+PIECES = case((2, 2, 3, 3, 72), 2, (3, 2, 4), stride=2, padding=(1, 0, 1), groups=2)
+NO_PIECES = dataclasses.replace(PIECES, output_padding=(0, 0, 1))
+
+
+@pytest.mark.parametrize(("dtype", "ahead"), [("float16", 0), ("float16", 1), ("float32", 1)])
+@pytest.mark.parametrize("family", ["correlate_few_channels", "weight_gradient_few_channels"])
+def test_lanes_share_the_columns_of_a_row(family: str, dtype: str, ahead: int) -> None:
+    at = [name for name, length in struct_fields() for _ in range(length)]
+    operation = "input" if family.startswith("correlate") else "weight"
+    with gradients_on_host(family, DEVICES[90], defines={"AHEAD": ahead}):
+        for problem, in_pieces in ((PIECES, 1), (NO_PIECES, 0)):
+            geometry = geometry_of(problem)
+            plan = plan_family(family, geometry, dtype, layout_of(geometry), None, DEVICES[90])
+            assert dict(plan.defines)["EARLY"] == 1
+            assert plan.problem[at.index("out_vector")] == in_pieces
+            check(operation, problem, dtype)
+
+
 # Two boxes along every axis, two chunks of channels, strides, and taps that meet the padding.
 STRIDED = case((2, 18, 3, 9, 17), 9, 3, stride=2, padding=1)
 LAST_STRIDED = dataclasses.replace(STRIDED, x_layout="channels_last", out_layout="channels_last")
 PROBLEMS = dict.fromkeys(RARE, (STRIDED, LAST_STRIDED))
 PROBLEMS["correlate_few_channels"] = (case((2, 3, 9, 5, 6), 3, 4, stride=2, padding=1, groups=3),)
+PROBLEMS["weight_gradient_few_channels"] = (case((2, 3, 9, 9, 36), 3, 4, stride=2, padding=1, groups=3),)
 
 # Family, a replacement in its source, and the message of the check that must catch it.
 FAULTS = {
@@ -88,9 +109,15 @@ FAULTS = {
     ),
     "a mask with one column too many": (
         "correlate_few_channels",
-        "within(y_w + column * AxisW::GAP, p.out_extent[2])",
-        "within(y_w + column * AxisW::GAP, p.out_extent[2] + 1)",
+        "RowY::columns_to_load(y_w, p.out_extent[2],",
+        "RowY::columns_to_load(y_w, p.out_extent[2] + 1,",
         "heap-buffer-overflow|belong to no argument|past its end",
+    ),
+    "a column of the wrong neighbour": (
+        "correlate_few_channels",
+        "__shfl_down_sync(~0u, own[i], 1)",
+        "__shfl_up_sync(~0u, own[i], 1)",
+        VALUES,
     ),
     "a pair of lines that belongs to another tap": (
         "correlate_gemm",
@@ -117,6 +144,18 @@ FAULTS = {
         VALUES,
     ),
     "a plane of x of another tap": ("weight_gradient", "GAP_D = -AxisD::HOP", "GAP_D = AxisD::HOP", VALUES),
+    "warps that are not added up": (
+        "weight_gradient_few_channels",
+        "sum += shared[warp * VALUES + value]",
+        "sum += 0",
+        VALUES,
+    ),
+    "a plane of x that meets another tap": (
+        "weight_gradient_few_channels",
+        "x[AxisD::back(tap_d)][t] *",
+        "x[AxisD::REACH - AxisD::back(tap_d)][t] *",
+        VALUES,
+    ),
     "the next part's boxes": (
         "weight_gradient_gemm",
         "ahead = box_from(ahead + parts_of_boxes);",
