@@ -9,7 +9,7 @@ from cuconvt import backends
 from cuconvt.docs import documented
 from cuconvt.geometry import make_geometry, normalise, shape
 from cuconvt.steps import Call
-from cuconvt.warm import Slot, slot_of
+from cuconvt.warm import slot_of
 
 Array = TypeVar("Array")
 IntOrInts = int | Sequence[int]
@@ -128,28 +128,16 @@ def conv_transpose_output_shape(
 def _conv_transpose(
     rank: int, x: Any, weight: Any, bias: Any, out: Any, parameters: tuple[Any, ...], precision: Any
 ) -> Any:
-    """Make a call: where an equal one came before, launch it; else validate, plan, compile and launch."""
-    slot = slot_of(rank, x, weight, bias, out, (precision, *parameters))
-    if slot is not None and slot.warm_call is not None:
-        result = slot.warm_call(x, weight, bias, out)
-        if result is not None:
-            return result
-    return _all_steps(rank, x, weight, bias, out, parameters, precision, slot)
-
-
-def _all_steps(
-    rank: int, x: Any, weight: Any, bias: Any, out: Any, parameters: tuple[Any, ...], precision: Any, slot: Slot | None
-) -> Any:
+    arrays = (x, weight, bias)
+    slot = slot_of("conv_transpose", arrays, out, (rank, precision, *parameters))
+    if (result := slot.repeat(arrays, out)) is not None:
+        return result
     call = Call({"x": x, "weight": weight, "bias": bias}, out)
-    normalised = normalise(rank, *parameters)
-    geometry = make_geometry(rank, *call.shapes, *normalised)
+    geometry = make_geometry(rank, *call.shapes, *normalise(rank, *parameters))
 
     def compute(views: list[Any], precision: str | None) -> None:
         x, weight, bias, out = views
         launch = backends.conv_transpose(x, weight, bias, geometry, precision, out)
-        if slot is not None and launch is not None:
-            from cuconvt import cuda
-
-            slot.warm_call = cuda.WarmCall(launch, *views)
+        slot.remember(launch, (x, weight, bias), out)
 
     return call.run(geometry.out_shape, precision, compute, spatial=rank)

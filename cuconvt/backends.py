@@ -2,11 +2,13 @@
 
 The transposed convolution takes x to its result, the correlation takes what has the result's shape back to x's (it is
 the adjoint), and the weight gradient takes both to the weight's shape. Arrays have the caller's rank; an empty batch
-reaches no backend. Each returns the launch where a kernel was queued, else None.
+reaches no backend. Each returns the launch where a kernel was queued, which can be repeated with other arrays of the
+same kind, else None.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -36,9 +38,9 @@ def correlate(y: Any, weight: Any, bias: Any, geometry: Geometry, precision: str
     if isinstance(out, np.ndarray):
         cpu.correlate(y3, weight3, bias, geometry, out3)
         return None
-    from cuconvt import cuda
+    from cuconvt import cuda_gradients
 
-    return cuda.correlate(y3, weight3, bias, geometry, precision, out3)
+    return cuda_gradients.correlate(y3, weight3, bias, geometry, precision, out3)
 
 
 def weight_gradient(x: Any, y: Any, geometry: Geometry, precision: str | None, out: Any) -> Any:
@@ -50,20 +52,27 @@ def weight_gradient(x: Any, y: Any, geometry: Geometry, precision: str | None, o
     if isinstance(out, np.ndarray):
         cpu.weight_gradient(x3, y3, geometry, out3)
         return None
-    from cuconvt import cuda
+    from cuconvt import cuda_gradients
 
-    return cuda.weight_gradient(x3, y3, geometry, precision, out3)
+    return cuda_gradients.weight_gradient(x3, y3, geometry, precision, out3)
 
 
-def channel_sums(y: Any, rank: int, out: Any) -> None:
-    """Write the sum of y over all axes but the channels' to `out`.
+def channel_sums(y: Any, rank: int, out: Any) -> Any:
+    """Write the sum of y over all axes but the channels' to `out`."""
+    sums = functools.partial(_channel_sums, rank)
+    sums(y, out)
+    return None if isinstance(out, np.ndarray) else sums
 
-    Rows are summed in float32 (float64 for float64), and their sums in float64: neither order nor length of what
-    is summed matters then, and what is summed in float64 is small.
+
+def _channel_sums(rank: int, y: Any, out: Any) -> None:
+    """Sum rows in float32 (float64 for float64), and their sums in float64.
+
+    Neither order nor length of what is summed matters then, and what is summed in float64 is small.
     """
     accumulator = np.float64 if y.dtype == np.float64 else np.float32
     rows = _in_3d(y, rank).sum(axis=-1, dtype=accumulator)
-    out[...] = rows.sum(axis=(0, 2, 3), dtype=np.float64).astype(accumulator)
+    sums = rows.sum(axis=(0, 2, 3), dtype=np.float64)
+    out[...] = sums if out.itemsize >= 4 else sums.astype(accumulator)  # which 16-bit types are converted from
 
 
 def _in_3d(array: Any, rank: int) -> Any:

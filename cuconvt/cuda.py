@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cupy
+from cupy.cuda import alloc
 from cupy.cuda.runtime import getDevice
+from cupy.cuda.stream import get_current_stream
 
 from cuconvt.checks import dtype_name, reach
 from cuconvt.compile import architecture, load_kernel
-from cuconvt.cuda_gradients import correlate as correlate
-from cuconvt.cuda_gradients import weight_gradient as weight_gradient
 from cuconvt.geometry import Geometry
-from cuconvt.launch import Struct
 from cuconvt.plan import Device, Layout, Plan, make_plan, problem_struct
 from cuconvt.tuned import tuned_plan
 from cuconvt.warm import ALIGNMENT
 
-PACK_BLOCK = (256,)
+PACK_BLOCK = 256
 
 
 def conv_transpose(x: Any, weight: Any, bias: Any, geometry: Geometry, precision: str | None, out: Any) -> Launch:
@@ -32,58 +32,63 @@ def conv_transpose(x: Any, weight: Any, bias: Any, geometry: Geometry, precision
 class Launch(NamedTuple):
     """A plan, compiled for a device: what is left of a call is to launch it."""
 
-    kernel: Any  # cuconvt.launch.Kernel, as is `pack`
-    grid: tuple[int]
-    block: tuple[int]
-    shared_bytes: int
-    problem: Struct
+    kernel: Any  # cuconvt.launch.BoundKernel, as is `pack`
     pack: Any  # the kernel that repacks the weights, or None
-    pack_grid: tuple[int]
     packed_bytes: int
 
-    def __call__(
-        self, x: Any, weight: Any, bias: Any, out: Any, stream: Any = None, allocate: Any = cupy.cuda.alloc
-    ) -> None:
+    def __call__(self, x: Any, weight: Any, bias: Any, out: Any, stream: Any = None, allocate: Any = alloc) -> None:
         """Queue the kernels, on CuPy's current stream unless told; of the arrays, only the addresses are passed."""
+        stream = get_current_stream() if stream is None else stream
         if self.pack is not None:
             packed = allocate(self.packed_bytes)
-            self.pack(self.pack_grid, PACK_BLOCK, (weight, packed, self.problem), stream=stream)
+            self.pack(stream, weight, packed)
             weight = packed
-        self.kernel(self.grid, self.block, (x, weight, bias, out, self.problem), self.shared_bytes, stream)
+        self.kernel(stream, x, weight, bias, out)
 
 
 class WarmCall:
-    """A call that came before, with other numbers or addresses: only its result is allocated, and it is launched."""
+    """A call that came before, with other numbers or addresses: only its result is allocated, and it is launched.
 
-    def __init__(self, launch: Launch, x: Any, weight: Any, bias: Any, out: Any):
+    Parameters
+    ----------
+    launch : callable
+        Takes the arrays and the result.
+    arrays : sequence of array or None
+        Those of the call; only their places in memory count.
+    out : array
+        The call's result.
+    """
+
+    def __init__(self, launch: Callable[..., None], arrays: Sequence[Any], out: Any):
         self._launch = launch
-        self._device_id = x.device.id
+        self._device_id = out.device.id
         self._shape, self._dtype, self._strides, self._bytes = out.shape, out.dtype, out.strides, out.nbytes
         self._misalignment = out.data.ptr % ALIGNMENT
         self._out_reach = reach(out)
-        self._reaches = [reach(array) for array in (x, weight, bias) if array is not None]
+        self._reaches = [None if array is None else reach(array) for array in arrays]
 
-    def __call__(self, x: Any, weight: Any, bias: Any, out: Any) -> Any:
+    def __call__(self, arrays: Sequence[Any], out: Any) -> Any:
         """Return the result, or None where the whole path must decide: `out` is near an input or unlike the plan's."""
         if getDevice() != self._device_id:
             with cupy.cuda.Device(self._device_id):
-                return self(x, weight, bias, out)
+                return self(arrays, out)
         if out is None:
-            out = cupy.ndarray(self._shape, self._dtype, cupy.cuda.alloc(self._bytes), self._strides)
-            if out.data.ptr % ALIGNMENT != self._misalignment:
+            memory = alloc(self._bytes)
+            if memory.ptr % ALIGNMENT != self._misalignment:
                 return None
-        elif self._is_near(x, weight, bias, out):
+            out = cupy.ndarray(self._shape, self._dtype, memory, self._strides)
+        elif self._is_near(arrays, out):
             return None
-        self._launch(x, weight, bias, out)
+        self._launch(*arrays, out)
         return out
 
-    def _is_near(self, x: Any, weight: Any, bias: Any, out: Any) -> bool:
+    def _is_near(self, arrays: Sequence[Any], out: Any) -> bool:
         """Whether the addresses from the first to the last byte of `out` and of an input have some in common."""
         low, high = (out.data.ptr + end for end in self._out_reach)
-        inputs = (x, weight) if bias is None else (x, weight, bias)
         return any(
-            low < array.data.ptr + array_high and array.data.ptr + array_low < high
-            for array, (array_low, array_high) in zip(inputs, self._reaches, strict=True)
+            low < array.data.ptr + array_reach[1] and array.data.ptr + array_reach[0] < high
+            for array, array_reach in zip(arrays, self._reaches, strict=True)
+            if array_reach is not None
         )
 
 
@@ -101,22 +106,26 @@ def choose_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str |
 
 def prepare(plan: Plan, device: Device) -> Launch:
     """Compile a plan, or load it from the cache."""
-    source, arch = f"{plan.kernel}.cu", architecture(device.compute_capability)
-    kernel = load_kernel(source, plan.kernel, arch, plan.defines)
-    if plan.shared_bytes > 48 * 1024:
-        # Plans of other extents share the kernel and may need more, or less.
-        kernel.allow_shared_bytes(device.shared_bytes)
-    pack = load_kernel(source, f"{plan.kernel}_pack", arch, plan.defines) if plan.packed_words else None
+    problem = problem_struct(plan)
+    pack = None
+    if plan.packed_words:
+        grid = -(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK))
+        pack = load(plan, f"{plan.kernel}_pack", device).bind(grid, PACK_BLOCK, 0, problem, pointers=2)
+    kernel = load(plan, plan.kernel, device)
     return Launch(
-        kernel=kernel,
-        grid=(plan.grid,),
-        block=(plan.block,),
-        shared_bytes=plan.shared_bytes,
-        problem=Struct(problem_struct(plan)),
+        kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4),
         pack=pack,
-        pack_grid=(-(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK[0])),),
         packed_bytes=4 * plan.packed_words,
     )
+
+
+def load(plan: Plan, entry: str, device: Device) -> Any:
+    """Return an entry point of the plan's file."""
+    kernel = load_kernel(f"{plan.kernel}.cu", entry, architecture(device.compute_capability), plan.defines)
+    if entry == plan.kernel and plan.shared_bytes > 48 * 1024:
+        # Plans of other extents share the kernel and may need more, or less.
+        kernel.allow_shared_bytes(device.shared_bytes)
+    return kernel
 
 
 @functools.cache

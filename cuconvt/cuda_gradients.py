@@ -1,24 +1,25 @@
-"""The gradients' side of the CUDA backend: plan, compile and launch, as in `cuconvt.cuda`, which offers them."""
+"""The gradients' side of the CUDA backend: plan, compile and launch, as in `cuconvt.cuda`."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any, NamedTuple
 
-import cupy
+from cupy.cuda import alloc
+from cupy.cuda.stream import get_current_stream
 
 from cuconvt.checks import dtype_name
-from cuconvt.compile import architecture, load_kernel
+from cuconvt.cuda import Launch, choose_plan, device_properties, load, prepare
 from cuconvt.geometry import Geometry
-from cuconvt.launch import Struct
 from cuconvt.plan import Device, Layout, Plan, problem_struct
 from cuconvt.plan_correlate import make_correlate_plan
+from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_SLICES, SUM_VALUES, make_weight_gradient_plan
 
-SUM_BLOCK = (SUM_VALUES * SUM_SLICES,)
+SUM_BLOCK = SUM_VALUES * SUM_SLICES
 
 
-def correlate(y: Any, weight: Any, bias: Any, geometry: Geometry, precision: str | None, out: Any) -> Any:
+def correlate(y: Any, weight: Any, bias: Any, geometry: Geometry, precision: str | None, out: Any) -> Launch:
     """Write the strided correlation of cupy arrays in 3-D form to `out`, and return what was launched.
 
     The geometry is that of the transposed convolution whose adjoint this is: y has its result's shape and `out` its
@@ -42,68 +43,52 @@ def weight_gradient(x: Any, y: Any, geometry: Geometry, precision: str | None, o
     return launch
 
 
+def choose_correlate_plan(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+) -> Plan:
+    """Return the plan that a correlation uses: with a stride of 1, that of the transposed convolution that it is."""
+    adjoint = turned(geometry, layout)
+    if adjoint is None:
+        return make_correlate_plan(geometry, dtype, layout, precision, device)
+    return choose_plan(adjoint[0], dtype, adjoint[1], precision, device)
+
+
 class WeightGradientLaunch(NamedTuple):
     """A plan, compiled for a device: what is left of a call is to launch it."""
 
-    kernel: Any  # cuconvt.launch.Kernel, as is `add`
-    grid: tuple[int]
-    block: tuple[int]
-    shared_bytes: int
-    problem: Struct
+    kernel: Any  # cuconvt.launch.BoundKernel, as is `add`
     add: Any  # the kernel that adds the partial sums, or None
-    add_grid: tuple[int]
     workspace_bytes: int
 
-    def __call__(self, x: Any, y: Any, out: Any, stream: Any = None, allocate: Any = cupy.cuda.alloc) -> None:
+    def __call__(self, x: Any, y: Any, out: Any, stream: Any = None, allocate: Any = alloc) -> None:
         """Queue the kernels, on CuPy's current stream unless told; of the arrays, only the addresses are passed."""
+        stream = get_current_stream() if stream is None else stream
         parts = None if self.add is None else allocate(self.workspace_bytes)
-        self.kernel(self.grid, self.block, (x, y, parts, out, self.problem), self.shared_bytes, stream)
+        self.kernel(stream, x, y, parts, out)
         if self.add is not None:
-            self.add(self.add_grid, SUM_BLOCK, (parts, out, self.problem), stream=stream)
+            self.add(stream, parts, out)
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepare_correlate(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device_id: int) -> Any:
-    from cuconvt.cuda import PACK_BLOCK, Launch, device_properties
-
+def _prepare_correlate(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device_id: int) -> Launch:
     device = device_properties(device_id)
-    plan = make_correlate_plan(geometry, dtype, layout, precision, device)
-    return Launch(
-        kernel=_load(plan, plan.kernel, device),
-        grid=(plan.grid,),
-        block=(plan.block,),
-        shared_bytes=plan.shared_bytes,
-        problem=Struct(problem_struct(plan)),
-        pack=_load(plan, f"{plan.kernel}_pack", device) if plan.packed_words else None,
-        pack_grid=(-(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK[0])),),
-        packed_bytes=4 * plan.packed_words,
-    )
+    return prepare(choose_correlate_plan(geometry, dtype, layout, precision, device), device)
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepare_weight_gradient(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device_id: int
 ) -> WeightGradientLaunch:
-    from cuconvt.cuda import device_properties
-
     device = device_properties(device_id)
     plan = make_weight_gradient_plan(geometry, dtype, layout, precision, device)
+    problem = problem_struct(plan)
+    add = None
+    if plan.sums:
+        grid = -(-plan.sums // SUM_VALUES)
+        add = load(plan, f"{plan.kernel}_add", device).bind(grid, SUM_BLOCK, 0, problem, pointers=2)
+    kernel = load(plan, plan.kernel, device)
     return WeightGradientLaunch(
-        kernel=_load(plan, plan.kernel, device),
-        grid=(plan.grid,),
-        block=(plan.block,),
-        shared_bytes=plan.shared_bytes,
-        problem=Struct(problem_struct(plan)),
-        add=_load(plan, f"{plan.kernel}_add", device) if plan.sums else None,
-        add_grid=(-(-plan.sums // SUM_VALUES),),
+        kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4),
+        add=add,
         workspace_bytes=plan.workspace_bytes,
     )
-
-
-def _load(plan: Plan, entry: str, device: Device) -> Any:
-    """Return an entry point of the plan's file."""
-    kernel = load_kernel(f"{plan.kernel}.cu", entry, architecture(device.compute_capability), plan.defines)
-    if entry == plan.kernel and plan.shared_bytes > 48 * 1024:
-        # Plans of other extents share the kernel and may need more, or less.
-        kernel.allow_shared_bytes(device.shared_bytes)
-    return kernel

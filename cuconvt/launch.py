@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 import threading
 from typing import Any
 
 import cupy
 import numpy as np
-from cupy.cuda.stream import get_current_stream
 from cupy_backends.cuda.api.driver import launchKernel
 
 
@@ -28,62 +29,59 @@ class Kernel:
         """Let launches ask for so much dynamic shared memory."""
         self._raw.max_dynamic_shared_size_bytes = count
 
-    def __call__(
-        self, grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...], shared_bytes: int = 0, stream: Any = None
-    ) -> None:
+    def bind(self, grid: int, block: int, shared_bytes: int, last: np.ndarray, pointers: int) -> BoundKernel:
+        """Return the kernel with everything but its first arguments, of which there are `pointers`; `last` follows."""
+        return BoundKernel(self, (self._function, grid, 1, 1, block, 1, 1, shared_bytes), last, pointers)
+
+
+class BoundKernel:
+    """A kernel that waits for a stream and for addresses."""
+
+    def __init__(self, kernel: Kernel, start: tuple[int, ...], last: np.ndarray, pointers: int):
+        self._kernel = kernel  # it keeps the module
+        self._start = start
+        self._last = ctypes.create_string_buffer(last.tobytes(), last.nbytes)
+        self._arguments = _Arguments(pointers, ctypes.addressof(self._last))
+
+    def __call__(self, stream: Any, *pointers: Any) -> None:
         """Queue the kernel.
 
         Parameters
         ----------
-        grid, block : tuple of int
-        arguments : tuple
-            Arrays, memory pointers, addresses or None, and at the end a `Struct`.
-        shared_bytes : int
-        stream : cupy.cuda.Stream, optional
-            CuPy's current stream unless given.
+        stream : cupy.cuda.Stream
+        pointers : array, memory pointer, address or None
         """
-        *pointers, struct = arguments
-        values, parameters, address = _buffers.of(len(pointers))
-        for i, pointer in enumerate(pointers):
-            values[i] = _address(pointer)
-        parameters[len(pointers)] = struct.address
-        stream_pointer = (get_current_stream() if stream is None else stream).ptr
-        # The driver has copied all arguments when it returns, so that the buffers may serve the next launch.
-        launchKernel(self._function, grid[0], 1, 1, block[0], 1, 1, shared_bytes, stream_pointer, address, 0)
-
-
-class Struct:
-    """A struct that a kernel takes by value."""
-
-    def __init__(self, value: np.ndarray):
-        self.data = value.tobytes()
-        self._memory = ctypes.create_string_buffer(self.data, len(self.data))
-        self.address = ctypes.addressof(self._memory)
+        arguments = self._arguments
+        # A call of `_address` for each would take longer than all the rest.
+        arguments.fill(*[p.data.ptr if type(p) is cupy.ndarray else _address(p) for p in pointers])
+        # The driver has copied all arguments when it returns, so that their memory may serve the next launch.
+        launchKernel(*self._start, stream.ptr, arguments.address, 0)
 
 
 def _address(pointer: Any) -> int:
-    if type(pointer) is cupy.ndarray:
+    if isinstance(pointer, cupy.ndarray):
         return pointer.data.ptr
     if pointer is None:
         return 0
     return pointer if type(pointer) is int else pointer.ptr
 
 
-class _Buffers(threading.local):
-    """What the driver reads a launch's arguments from, for each thread and number of pointers."""
+class _Arguments(threading.local):
+    """What the driver reads a launch's arguments from, for each thread: an array of their addresses, and pointers.
 
-    def __init__(self) -> None:
-        self._by_count: dict[int, tuple[Any, Any, int]] = {}
+    Attributes
+    ----------
+    address : int
+        Of the array.
+    fill : callable
+        Writes the pointers.
+    """
 
-    def of(self, count: int) -> tuple[Any, Any, int]:
-        """Return the pointers' values, the addresses of all arguments, and the latter's address."""
-        found = self._by_count.get(count)
-        if found is None:
-            values, parameters = (ctypes.c_uint64 * count)(), (ctypes.c_uint64 * (count + 1))()
-            for i in range(count):
-                parameters[i] = ctypes.addressof(values) + 8 * i
-            found = self._by_count[count] = values, parameters, ctypes.addressof(parameters)
-        return found
-
-
-_buffers = _Buffers()
+    def __init__(self, pointers: int, last: int):
+        words = (
+            ctypes.c_uint64 * (2 * pointers + 1)
+        )()  # where each pointer is, where the last argument is, the pointers
+        first = pointers + 1
+        self.address = ctypes.addressof(words)
+        words[:first] = [*(self.address + 8 * (first + i) for i in range(pointers)), last]
+        self.fill = functools.partial(struct.Struct(f"{pointers}Q").pack_into, words, 8 * first)

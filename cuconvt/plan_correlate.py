@@ -65,7 +65,7 @@ class Tile:
 
 @functools.lru_cache(maxsize=4096)
 def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Plan:
-    """Choose the kernel of a correlation.
+    """Choose among the kernels of correlations, which serve every stride; see `cuconvt.plan_turned` for a stride of 1.
 
     Raises
     ------
@@ -74,8 +74,9 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
     """
     from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
     from cuconvt.plan_correlate_gemm import plan_correlate_gemm
+    from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 
-    families = (plan_correlate_gemm, plan_correlate_few_channels, plan_correlate)
+    families = (plan_correlate_wgmma, plan_correlate_gemm, plan_correlate_few_channels, plan_correlate)
     return cheapest(geometry, dtype, precision, [f(geometry, dtype, layout, precision, device) for f in families])
 
 
@@ -144,13 +145,16 @@ def _tiles(geometry: Geometry, dtype: str, layout: Layout, device: Device) -> It
     """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
     accumulators = 32 if dtype == "float64" else 64
     threads = {1: (1, 1, 128), 2: (1, 16, 8), 3: (8, 4, 4)}[geometry.rank]
-    # For newer architectures the compiler crashes on some kernels with more unrolled taps (16 of stride 8, say).
-    most = MAX_UNROLLED_TAPS if device.compute_capability < 100 else min(8, MAX_UNROLLED_TAPS)
+    # For newer architectures the compiler crashes on some kernels with more unrolled taps (16 of stride 8, say), and on
+    # some with more positions where a chunk is a single channel.
+    newer = device.compute_capability >= 100
+    most = min(8, MAX_UNROLLED_TAPS) if newer else MAX_UNROLLED_TAPS
+    several = (2, 1) if newer and geometry.c_out_per_group == 1 else (4, 2, 1)
     for halo in ((True, True, True), (False, True, True), (False, False, True), (False, False, False)):
         if halo[2] and geometry.kernel[2] > most:
             continue
         for channels, threads_c in itertools.product((16, 8, 4, 2, 1), (1, 2, 3)):
-            positions_w = next(p for p in ((3, 1) if geometry.rank == 1 else (4, 2, 1)) if p * channels <= accumulators)
+            positions_w = next(p for p in ((3, 1) if geometry.rank == 1 else several) if p * channels <= accumulators)
             if threads_c > 1 and channels < 8:
                 continue
             for chunk in (8, 4, 2, 1):

@@ -106,7 +106,8 @@ def store_file() -> Path:
 def key_of(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> str:
     """Return what a choice is stored under."""
     problem = replace(geometry, batched=True)  # the same kernels run without a batch axis
-    parts = [asdict(problem), dtype, asdict(layout), precision, asdict(device), sources_digest()]
+    places = replace(layout, weight=(), weight_group=None, weight_first=0)  # no tile depends on how the weight lies
+    parts = [asdict(problem), dtype, asdict(places), precision, asdict(device), sources_digest()]
     return _digest(json.dumps(parts).encode())
 
 

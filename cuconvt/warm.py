@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 ALIGNMENT = 16  # bytes; plans depend on whether an array starts on such a boundary
@@ -21,32 +22,63 @@ class Slot:
     def __init__(self) -> None:
         self.warm_call: Any = None
 
+    def repeat(self, arrays: Sequence[Any], out: Any) -> Any:
+        """Return the result of a call that came before, or None where all steps have to be taken."""
+        return None if self.warm_call is None else self.warm_call(arrays, out)
 
-def slot_of(rank: int, x: Any, weight: Any, bias: Any, out: Any, parameters: tuple[Any, ...]) -> Slot | None:
-    """Return the slot of a call, the same one for equal calls, or None for a call that is not remembered.
+    def remember(self, launch: Any, arrays: Sequence[Any], out: Any) -> None:
+        """Keep what was launched, unless it is None, for further calls with arrays like these."""
+        if launch is not None:
+            from cuconvt import cuda
+
+            self.warm_call = cuda.WarmCall(launch, arrays, out)
+
+
+class _Nowhere(Slot):
+    """The slot of the calls that are not remembered."""
+
+    __slots__ = ()
+
+    def remember(self, launch: Any, arrays: Sequence[Any], out: Any) -> None:
+        pass
+
+
+_NOWHERE = _Nowhere()
+
+
+def slot_of(operation: str, arrays: Sequence[Any], out: Any, parameters: tuple[Any, ...]) -> Slot:
+    """Return the slot of a call, the same one for equal calls.
 
     Remembered are the calls whose arrays are all CuPy's and whose parameters are integers, strings and tuples of them.
+
+    Parameters
+    ----------
+    operation : str
+        What is computed.
+    arrays : sequence of array or None
+        In the order in which they are launched; None for one that is not given.
+    out : array or None
+    parameters : tuple
+        All other arguments, and the rank.
     """
     cupy = sys.modules.get("cupy")  # a CuPy array can only exist once CuPy is imported
-    if cupy is None or not (type(x) is type(weight) is cupy.ndarray):
-        return None
-    if not (bias is None or type(bias) is cupy.ndarray) or not (out is None or type(out) is cupy.ndarray):
-        return None
-    if not _exact(parameters):
-        return None
-    bias_key = None if bias is None else _key(bias)
-    out_key = None if out is None else _key(out)
-    return _slot(rank, parameters, _key(x), _key(weight), bias_key, out_key)
+    if cupy is None or not _exact(parameters):
+        return _NOWHERE
+    key: list[Any] = [operation, parameters]
+    for array in (*arrays, out):
+        if array is None:
+            key.append(None)
+        elif type(array) is cupy.ndarray:
+            memory = array.data
+            key += (array.shape, array.strides, array.dtype, memory.device_id, memory.ptr % ALIGNMENT == 0)
+        else:
+            return _NOWHERE
+    return _slot(*key)
 
 
 @functools.lru_cache(maxsize=4096)
 def _slot(*call: Any) -> Slot:
     return Slot()
-
-
-def _key(array: Any) -> tuple[Any, ...]:
-    memory = array.data
-    return array.shape, array.strides, array.dtype, memory.device_id, memory.ptr % ALIGNMENT == 0
 
 
 def _exact(parameters: tuple[Any, ...]) -> bool:

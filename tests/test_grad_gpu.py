@@ -149,6 +149,29 @@ def test_few_channels_and_many_positions(cupy: Any, dtype: str, layout: str) -> 
             check(name, problem, dtype, cupy)
 
 
+# Run by the kernels of transposed convolutions, but for the last, whose padding exceeds what the taps reach.
+STRIDE_1 = {
+    "wide": case((2, 33, 9, 21, 37), 35, 3, padding=1, has_bias=True, weight_layout="negative"),
+    "grouped": case((2, 96, 33, 70), 48, (3, 5), padding=((0, 2), (4, 1)), groups=3, has_bias=True),
+    "depthwise": case((3, 6, 9, 25, 67), 12, (3, 2, 4), padding=((1, 0), 0, (2, 3)), dilation=(1, 2, 1), groups=6),
+    "few_inputs": case((3, 48, 45, 67), 3, 5, padding=2, dilation=2, has_bias=True, weight_layout="transposed"),
+    "one_axis": case((4, 64, 515), 40, 7, padding=3, output_padding=0, weight_layout="strided"),
+    "one_tap": case((2, 40, 7, 9, 33), 24, 1),
+    "more_padding": case((2, 16, 19, 41), 12, 3, padding=4, has_bias=True),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [*((d, None) for d in DTYPES), ("float32", "ieee"), ("float32", "tf32")]
+)
+@pytest.mark.parametrize("name", STRIDE_1)
+def test_a_stride_of_1(cupy: Any, name: str, dtype: str, precision: str | None, layout: str) -> None:
+    problem = dataclasses.replace(STRIDE_1[name], x_layout=layout, out_layout=layout)
+    for operation in ("input", "conv"):
+        check(operation, problem, dtype, cupy, precision)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_long_sum(cupy: Any, precision: str | None) -> None:
     check("input", case((1, 16, 7, 9), 512, 5, stride=2), "float32", cupy, precision)

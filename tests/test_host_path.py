@@ -5,6 +5,7 @@ Most tests need no GPU: the arrays are in host memory, and a launch is written d
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import re
 import time
@@ -16,103 +17,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from described import DEVICES
 from gpu_tools import to_gpu
+from no_gpu import PARAMETERS, SHAPES, Backend, without_gpu
 from reference import Expected
 from strategies import DTYPES, case
 
 import cuconvt
-from cuconvt import api, arrays, warm
+from cuconvt import warm
 from cuconvt.plan import Layout, make_plan
-
-SHAPES = {"x": (2, 4, 3, 4, 5), "weight": (4, 6, 3, 3, 3), "bias": (6,), "out": (2, 6, 6, 8, 10)}
-PARAMETERS: dict[str, Any] = {"stride": 2, "padding": 1, "output_padding": 1}
-
-
-class Backend:
-    """CuPy without a GPU: what was launched, on which device, and how many calls took all steps."""
-
-    def __init__(self, cupy: Any):
-        self.cupy = cupy
-        self.current_device = 0
-        self.offset = 0  # of newly allocated memory from a 16-byte boundary
-        self.launched: list[SimpleNamespace] = []
-        self.all_steps = 0
-
-    def memory(self, size: int) -> Any:
-        buffer = np.empty(size + 256, np.uint8)
-        start = -(-buffer.ctypes.data // 128) * 128 + self.offset
-        return self.cupy.cuda.MemoryPointer(
-            self.cupy.cuda.UnownedMemory(start, size, buffer, device_id=self.current_device), 0
-        )
-
-    def array(self, shape: tuple[int, ...], dtype: Any = np.float32, offset: int = 0) -> Any:
-        """Return an array whose memory starts `offset` bytes beyond a 16-byte boundary."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self.cupy.ndarray(shape, dtype, self.memory(size + offset) + offset)
-
-    def arguments(self, **changes: Any) -> dict[str, Any]:
-        """Return new arrays and parameters of one call; None leaves an argument out."""
-        given = {name: self.array(SHAPES[name]) for name in ("x", "weight", "bias")}
-        given |= {**PARAMETERS, **changes}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def call(self, rank: int = 3, **changes: Any) -> Any:
-        return getattr(cuconvt, f"conv_transpose{rank}d")(**self.arguments(**changes))
-
-    def device(self, index: int) -> Any:
-        backend = self
-
-        class Context:
-            def __enter__(self) -> None:
-                self.before, backend.current_device = backend.current_device, index
-
-            def __exit__(self, *error: object) -> None:
-                backend.current_device = self.before
-
-        return Context()
-
-    def load_kernel(self, source: str, entry: str, arch: str, defines: Any) -> Any:
-        def launch(grid: Any, block: Any, arguments: tuple, shared_bytes: int = 0, stream: Any = None) -> None:
-            *pointers, problem = arguments
-            self.launched.append(
-                SimpleNamespace(
-                    kernel=(entry, defines, grid, block, shared_bytes),
-                    problem=problem.data,
-                    arguments=pointers,
-                    device=self.current_device,
-                )
-            )
-
-        launch.allow_shared_bytes = lambda count: None
-        return launch
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    cupy = pytest.importorskip("cupy")
-    from cuconvt import cuda
-
-    backend = Backend(cupy)
-    all_steps = api._all_steps
-
-    def counted(*arguments: Any) -> Any:
-        backend.all_steps += 1
-        return all_steps(*arguments)
-
-    monkeypatch.setattr(api, "_all_steps", counted)
-    monkeypatch.setattr(arrays.CuPyBridge, "scope", lambda self, array: backend.device(array.data.device_id))
-    monkeypatch.setattr(cupy.cuda, "Device", backend.device)
-    monkeypatch.setattr(cuda, "getDevice", lambda: backend.current_device)
-    monkeypatch.setattr(cuda, "device_properties", lambda index: DEVICES[90])
-    monkeypatch.setattr(cuda, "load_kernel", backend.load_kernel)
-    for memo in (warm._slot, cuda._prepare):
-        memo.cache_clear()
-    with cupy.cuda.using_allocator(backend.memory):
+def backend() -> Iterator[Backend]:
+    with without_gpu() as backend:
         yield backend
-    # A launch that was only written down must not be found by a test with a GPU.
-    for memo in (warm._slot, cuda._prepare):
-        memo.cache_clear()
 
 
 def test_only_the_first_call_takes_all_steps(backend: Backend) -> None:
@@ -176,7 +94,7 @@ def test_repacked_weights(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> 
         backend.launched.clear()
         weight, packed = pack.arguments
         assert pack.kernel[0] == main.kernel[0] + "_pack"
-        assert pack.kernel[2] == (2,)  # 1000 words, two a thread, 256 threads a block
+        assert pack.kernel[2] == 2  # 1000 words, two a thread, 256 threads a block
         assert weight.data.ptr == given["weight"].data.ptr
         assert packed.mem.size >= 4000
         assert main.arguments[1].ptr == packed.ptr
@@ -256,8 +174,8 @@ def test_ranks(backend: Backend) -> None:
 
 
 def test_layouts_hold_nothing_that_the_memo_does_not_know() -> None:
-    # What is added here must become a part of cuconvt.warm's key too.
-    known = {"x", "weight", "bias", "out", "x_aligned", "out_aligned"}
+    # What is added here must become a part of cuconvt.warm's key too; the last two follow from the call.
+    known = {"x", "weight", "bias", "out", "x_aligned", "out_aligned", "weight_group", "weight_first"}
     assert {field.name for field in dataclasses.fields(Layout)} == known
 
 
@@ -444,6 +362,32 @@ def test_threads(backend: Backend) -> None:
         assert all(pool.map(work, range(400)))
     assert len(backend.launched) == 404
     assert backend.all_steps <= 4 + 8 * 4
+
+
+def test_what_the_driver_reads(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuconvt import launch
+
+    class Named(backend.cupy.ndarray):  # type: ignore[misc]
+        pass
+
+    seen = []
+
+    def read(function: int, *numbers: int) -> None:
+        *sizes, parameters, extra = numbers
+        addresses = (ctypes.c_uint64 * 4).from_address(parameters)
+        pointers = [ctypes.c_uint64.from_address(address).value for address in addresses[:3]]
+        seen.append((function, sizes, pointers, ctypes.string_at(addresses[3], 24), extra))
+
+    monkeypatch.setattr(launch, "launchKernel", read)
+    kernel = launch.Kernel(SimpleNamespace(kernel=SimpleNamespace(ptr=77)))
+    problem, stream = np.arange(3), SimpleNamespace(ptr=5)
+    bound = kernel.bind(7, 128, 1000, problem.view("V24"), pointers=3)
+    array = backend.array((3, 4))
+    bound(stream, array, None, array.data)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(bound, stream, array.view(Named), 2**63, None).result()
+    assert seen[0] == (77, [7, 1, 1, 128, 1, 1, 1000, 5], [array.data.ptr, 0, array.data.ptr], problem.tobytes(), 0)
+    assert seen[1][2:] == ([array.data.ptr, 2**63, 0], *seen[0][3:])
 
 
 # On a GPU.

@@ -18,7 +18,9 @@ from cuconvt.plan import MAX_GRID, Device, Layout, Plan, Refusal
 from cuconvt.plan_correlate import make_correlate_plan, plan_correlate
 from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
 from cuconvt.plan_correlate_gemm import plan_correlate_gemm
+from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES, make_weight_gradient_plan, plan_weight_gradient
+from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
 from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
 
 MAKE = {"correlate": make_correlate_plan, "weight_gradient": make_weight_gradient_plan}
@@ -26,7 +28,9 @@ FAMILIES = (
     plan_correlate,
     plan_correlate_few_channels,
     plan_correlate_gemm,
+    plan_correlate_wgmma,
     plan_weight_gradient,
+    plan_weight_gradient_few_channels,
     plan_weight_gradient_gemm,
 )
 AT = [name for name, length in struct_fields() for _ in range(length)]
@@ -74,15 +78,15 @@ def test_neither_batch_nor_extents_recompile(operation: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("operation", "problem", "dtype", "precision", "kernel"),
     [
-        ("correlate", FIXED["kb61"], "float32", None, "correlate_gemm"),
+        ("correlate", FIXED["kb61"], "float32", None, "correlate_wgmma"),
         ("correlate", FIXED["kb61"], "float32", "ieee", "correlate"),
         ("correlate", FIXED["kb61"], "float64", None, "correlate"),
-        ("correlate", FIXED["kb73"], "bfloat16", None, "correlate_gemm"),
+        ("correlate", FIXED["kb73"], "bfloat16", None, "correlate_wgmma"),
         ("correlate", FIXED["depthwise"], "float16", None, "correlate_few_channels"),
         ("weight_gradient", FIXED["kb61"], "float32", None, "weight_gradient_gemm"),
         ("weight_gradient", FIXED["kb61"], "float32", "ieee", "weight_gradient"),
         ("weight_gradient", FIXED["vocoder_1d"], "float16", None, "weight_gradient_gemm"),
-        ("weight_gradient", FIXED["depthwise"], "bfloat16", None, "weight_gradient"),
+        ("weight_gradient", FIXED["depthwise"], "bfloat16", None, "weight_gradient_few_channels"),
     ],
 )
 def test_choice(operation: str, problem: Problem, dtype: str, precision: str | None, kernel: str) -> None:
@@ -106,6 +110,20 @@ def test_refusals_say_why() -> None:
         refusal = family(geometry, dtype, layout_of(geometry), DEFAULT[dtype], device)
         assert isinstance(refusal, Refusal)
         assert reason in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (case((1, 8, 3, 9), 8, (5, 5), (5, 2)), "at most (4, 4, 8) remainders"),
+        (case((1, 8, 9), 8, 33), "unrolls at most 32 taps along W, got 33"),
+    ],
+)
+def test_the_strided_kernel_for_hopper_refuses_too_many_classes_and_taps(problem: Problem, reason: str) -> None:
+    geometry = geometry_of(problem)
+    refusal = plan_correlate_wgmma(geometry, "float16", layout_of(geometry), None, DEVICES[90])
+    assert isinstance(refusal, Refusal)
+    assert reason in refusal.reason
 
 
 def test_parts_fill_the_device_and_no_more() -> None:
@@ -150,6 +168,13 @@ def test_large_arrays_and_far_positions_take_64_bits(family: object) -> None:
     assert index64(case((1, 4, 3, 3), 4, (2, 1), (1, 2**30), padding=(0, 2**30 - 1))) == 1
 
 
+@pytest.mark.parametrize(("fixed", "kernel"), [("kb61", "phase_wgmma"), ("kb73", "correlate_wgmma")])
+def test_the_kernels_of_transposed_convolutions_serve_a_stride_of_1(fixed: str, kernel: str) -> None:
+    choose = pytest.importorskip("cuconvt.cuda_gradients", reason="needs CuPy").choose_correlate_plan
+    geometry = geometry_of(FIXED[fixed])
+    assert choose(geometry, "bfloat16", layout_of(geometry), None, DEVICES[90]).kernel == kernel
+
+
 def geometry_and_layout(problem: Problem, x_last: bool, y_last: bool) -> tuple[Geometry, Layout]:
     g = geometry_of(problem)
     x, y = (channels_last if last else contiguous for last in (x_last, y_last))
@@ -170,6 +195,8 @@ def test_layouts_are_told_apart(x_last: bool, y_last: bool) -> None:
     assert (weight["X_CHANNELS_LAST"], weight["Y_CHANNELS_LAST"]) == (x_last, y_last)
     correlate = dict(plan_correlate_gemm(geometry, "float16", layout, None, DEVICES[90]).defines)
     assert (correlate["OUT_CHANNELS_LAST"], correlate["Y_CHANNELS_LAST"]) == (x_last, y_last)
+    hopper = dict(plan_correlate_wgmma(geometry, "float16", layout, None, DEVICES[90]).defines)
+    assert (hopper["OUT_CHANNELS_LAST"], hopper["X_CHANNELS_LAST"]) == (x_last, y_last)
 
 
 def test_grid_covers_every_weight() -> None:

@@ -161,6 +161,8 @@ def test_the_key_changes_with_everything_that_a_plan_depends_on(monkeypatch: pyt
         key_of(geometry, dtype, layout, precision, replace(device, name="another card")),
     ]
     assert key_of(replace(geometry, batched=False), dtype, layout, precision, device) == keys[0]
+    elsewhere = replace(layout, weight=(1, 2, 3, 4, 5), weight_group=6, weight_first=7)
+    assert key_of(geometry, dtype, elsewhere, precision, device) == keys[0]
     monkeypatch.setattr(tuned, "sources_digest", lambda: "another version")
     keys.append(key_of(geometry, dtype, layout, precision, device))
     assert len(set(keys)) == len(keys)

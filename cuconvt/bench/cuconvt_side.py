@@ -13,13 +13,13 @@ import cuconvt.grad
 from cuconvt.backends import _in_3d
 from cuconvt.bench.cases import Case, Precision
 from cuconvt.cuda import choose_plan, device_properties
+from cuconvt.cuda_gradients import choose_correlate_plan
 from cuconvt.plan import Layout, Plan
-from cuconvt.plan_correlate import make_correlate_plan
 from cuconvt.plan_weight_gradient import make_weight_gradient_plan
 
 PLANNERS: dict[str, Callable[..., Plan]] = {
     "forward": choose_plan,
-    "grad_input": make_correlate_plan,
+    "grad_input": choose_correlate_plan,
     "grad_weight": make_weight_gradient_plan,
 }
 

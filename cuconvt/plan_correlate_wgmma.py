@@ -1,0 +1,447 @@
+"""Plans of the kernel for correlations on Hopper's tensor cores, ``kernels/correlate_wgmma.cu``.
+
+The kernel reads `x` and writes `out`, like those of transposed convolutions: what the geometry of the adjoint calls its
+result and its x. Boxes, and what of their estimate is the same, are those of `cuconvt.plan_phase_wgmma`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, prod
+
+from cuconvt import plan_phase_wgmma as phase_wgmma
+from cuconvt.geometry import Geometry
+from cuconvt.plan import (
+    AXES,
+    DTYPE_CODES,
+    Device,
+    Ints,
+    Layout,
+    Plan,
+    Refusal,
+    magic,
+    problem_parameters,
+    weight_strides,
+)
+from cuconvt.plan_correlate import reads_need_64_bits
+from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, PRECISION_CODES, _out_vector, _x_vector
+from cuconvt.plan_phase_wgmma import (
+    BOX_CLOCKS,
+    CHUNK_CLOCKS,
+    INSTRUCTIONS_A_CLOCK,
+    L2_BYTES_A_CLOCK,
+    MAX_BLOCKS,
+    MAX_COLUMNS,
+    MAX_POSITIONS,
+    MEMORY_BYTES_A_CLOCK,
+    OVERLAP,
+    RESIDENT_BYTES,
+    SHARED_BYTES_A_CLOCK,
+    Box,
+    Shape,
+)
+
+# Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor. What is under
+# way from memory is often the bound: stagers have more than in plan_phase_wgmma.
+REGISTERS = {
+    (1, 1, 2): (184, 72),
+    (2, 2, 1): (184, 72),
+    (1, 2, 2): (112, 64),
+    (1, 1, 3): (96, 64),
+}
+MAX_CLASSES = (4, 4, 8)  # along D, H, W: bits of an item
+MAX_SLOT_BYTES = 24 * 1024  # of weights; a longer row of taps is divided by classes
+MAX_K_STEPS = 16  # of a stage: with more, registers spill
+MAX_UNROLLED = 450  # wgmmas of a row of taps
+MAX_CHAIN = 6  # products of three parts that a tensor core sums up, where a slot can be divided
+BATCH_CLOCKS = 1100  # in which a thread loads a batch and stores it
+
+
+@dataclass(frozen=True)
+class Tile(phase_wgmma.Tile):
+    """The compile-time shape of a block; the fields are the macros of the kernel. K steps count all classes."""
+
+    classes: int = 1  # along W that are staged at a time
+    slot_classes: int = 1  # of these, how many have their weights in one slot
+
+    @property
+    def class_steps(self) -> int:
+        return self.k_steps // self.classes
+
+
+def plan_correlate_wgmma(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
+) -> Plan | Refusal:
+    """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve."""
+    if reason := _refuse(geometry, dtype, precision, device):
+        return Refusal("correlate_wgmma", reason)
+    work = Work(*as_read(geometry, layout), dtype, precision)
+    if tile is not None:
+        cost = work.typical_cost(tile, device)
+        return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
+    choice = choose_tile(work.shape, device)
+    if choice is None:
+        reason = f"no box with its halo fits into {device.shared_bytes} bytes of shared memory"
+        return Refusal("correlate_wgmma", reason)
+    tile, cost = choice
+    return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
+
+
+def as_read(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
+    """Return the problem with the names of the kernel: x is read, and the weight has the channels of x first."""
+    g = geometry
+    group, c_in, c_out, *taps = weight_strides(g, layout)
+    swapped = dataclasses.replace(g, c_in=g.c_out, c_out=g.c_in, x_extent=g.out_extent, out_extent=g.x_extent)
+    return phase_wgmma._batch_as_depth(
+        swapped,
+        dataclasses.replace(
+            layout,
+            x=layout.out,
+            weight=(c_out, c_in, *taps),
+            out=layout.x,
+            x_aligned=layout.out_aligned,
+            out_aligned=layout.x_aligned,
+            weight_group=group,
+        ),
+    )
+
+
+def plan_tile(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile, cost: float = 0.0
+) -> Plan | Refusal:
+    """Plan a problem with a given tile."""
+    g, read = as_read(geometry, layout)
+    work = Work(g, read, dtype, precision)
+    box = work.best_box(tile, g.out_extent, device)
+    if box is None:
+        return Refusal("correlate_wgmma", "the box of this tile does not fit into shared memory")
+    tiles = tuple(-(-i // b) for i, b in zip(g.out_extent, box.extent, strict=True))
+    tiles_c = -(-g.c_out_per_group // (8 * tile.tiles_c))
+    blocks = prod(tiles) * tiles_c * g.groups * g.n
+    if blocks > MAX_BLOCKS:
+        return Refusal("correlate_wgmma", f"counts boxes in 31 bits, got {blocks}")
+    index64 = reads_need_64_bits(geometry, layout, box.extent)
+    x_vector = work.reads_vectors(tile, g, read)
+    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
+    worker_registers, stager_registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
+    defines = (
+        ("DTYPE", DTYPE_CODES[dtype]),
+        ("PRECISION", PRECISION_CODES[precision]),
+        *(
+            (f"{name}_{axis}", value)
+            for name, values in per_axis.items()
+            for axis, value in zip(AXES, values, strict=True)
+        ),
+        ("WORKERS", tile.workers),
+        ("STAGER_GROUPS", tile.stagers),
+        ("TILES_M", tile.tiles_m),
+        ("TILES_C", tile.tiles_c),
+        ("MERGE_W", int(tile.merge_w)),
+        ("CLASSES", tile.classes),
+        ("SLOT_CLASSES", tile.slot_classes),
+        ("K_STEPS", tile.k_steps),
+        ("X_STAGES", tile.x_stages),
+        ("RING", tile.ring),
+        ("RESIDENT", int(tile.resident)),
+        ("TAKE_TURNS", int(tile.take_turns)),
+        ("X_CHANNELS_LAST", int(read.x_channels_last)),
+        ("OUT_CHANNELS_LAST", int(read.out_channels_last)),
+        ("OUT_VECTOR", int(read.out_channels_last and _out_vector(g, read, work.shape.itemsize))),
+        ("INDEX64", int(index64)),
+        ("MIN_BLOCKS", tile.min_blocks),
+        ("WORKER_REGISTERS", worker_registers),
+        ("STAGER_REGISTERS", stager_registers),
+    )
+    slots = g.groups * tiles_c * work.slots(tile)
+    weights = g.groups * tiles_c if tile.resident else 1
+    return Plan(
+        kernel="correlate_wgmma",
+        defines=defines,
+        grid=phase_wgmma._grid(blocks, device.multiprocessors * tile.min_blocks, 1, weights),
+        block=tile.threads,
+        shared_bytes=work.shared_bytes(tile, box, index64),
+        problem=problem_parameters(
+            g,
+            read,
+            (*tiles, tiles_c),
+            x_vector,
+            False,
+            work.parameters(tile, box, blocks, g.pad_before[2] if x_vector and not read.x_channels_last else 0),
+        ),
+        cost=cost * prod(g.out_extent) * g.groups * g.n,
+        packed_words=slots * work.slot_bytes(tile) // 4,
+        packed_a_thread=4 * work.parts,
+        tile=tile,
+    )
+
+
+def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
+    if device.compute_capability != 90:
+        return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
+    if dtype == "float64" or precision == "ieee":
+        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
+        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    if geometry.kernel[2] > MAX_UNROLLED_TAPS:
+        return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
+    classes = tuple(
+        min(k, st // gcd(st, d)) for k, st, d in zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)
+    )
+    if any(count > most for count, most in zip(classes, MAX_CLASSES, strict=True)):
+        return f"tells apart at most {MAX_CLASSES} remainders of taps modulo the stride along D, H, W, got {classes}"
+    return None
+
+
+class Work(phase_wgmma.Work):
+    """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
+
+    def __init__(self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None):
+        g = geometry
+        self.shape = Shape(
+            g.rank,
+            g.kernel,
+            g.stride,
+            g.dilation,
+            g.c_in_per_group,
+            g.c_out_per_group,
+            4 if dtype == "float32" else 2,
+            3 if precision == "tf32x3" else 1,
+            layout.x_channels_last,
+            layout.out_channels_last,
+            pairs=False,
+            late=(0, 0, 0),
+        )
+        self._derive()
+
+    def _derive(self) -> None:
+        super()._derive()
+        s = self.shape
+        self.taps = tuple(-(-k // step) for k, step in zip(s.kernel, self.steps, strict=True))  # of a class, at most
+        hops = (d // gcd(st, d) for st, d in zip(s.stride, s.dilation, strict=True))
+        self.halo = tuple((taps - 1) * hop for taps, hop in zip(self.taps, hops, strict=True))
+
+    def reach(self, tile: phase_wgmma.Tile) -> Ints:
+        return self.halo
+
+    def sums(self, tile: phase_wgmma.Tile) -> int:
+        """Return the sums of a position and channel that a block holds."""
+        return self.taps[2] if tile.merge_w else 1
+
+    def outputs(self, tile: phase_wgmma.Tile) -> int:
+        return 1
+
+    def columns(self, tile: phase_wgmma.Tile) -> int:
+        return 8 * tile.tiles_c * self.sums(tile)
+
+    def channels(self, tile: Tile) -> int:
+        """Return the channels of x that are staged at a time."""
+        return 2 * tile.class_steps * (16 // self.shape.itemsize)
+
+    def products(self, tile: Tile, classes: int) -> int:
+        """Return the wgmmas of the first so many classes, for a row of taps and 64 rows of A."""
+        kernel, step = self.shape.kernel[2], self.steps[2]
+        taps = sum(1 if tile.merge_w else -(-(kernel - first) // step) for first in range(classes))
+        return taps * tile.class_steps
+
+    def slot_bytes(self, tile: phase_wgmma.Tile) -> int:
+        assert isinstance(tile, Tile)
+        return self.products(tile, tile.slot_classes) * self.parts * 2 * self.columns(tile) * 16
+
+    def slots(self, tile: Tile) -> int:
+        """Return the slots of weights that a box needs."""
+        chunks = -(-self.shape.c_in // self.channels(tile))
+        return self.shape.kernel[0] * self.shape.kernel[1] * chunks * (self.live[2] // tile.slot_classes)
+
+    def stages(self, tile: Tile) -> int:
+        """Return how often a box is staged: for the classes and chunks of channels."""
+        chunks = -(-self.shape.c_in // self.channels(tile))
+        return self.live[0] * self.live[1] * (self.live[2] // tile.classes) * chunks
+
+    def accumulators(self, tile: phase_wgmma.Tile) -> int:
+        """Registers of a worker that hold sums."""
+        chains = self.columns(tile) if self.shape.products == 3 else 0
+        return self.columns(tile) // 2 * tile.tiles_m + chains
+
+    def other_registers(self, tile: phase_wgmma.Tile) -> int:
+        """Estimate how many registers a worker needs besides."""
+        count = 54
+        if self.shape.products == 3:
+            assert isinstance(tile, Tile)
+            count += 22 + 4 * (tile.classes // tile.slot_classes - 1)  # slots are unrolled
+        if self.shape.out_channels_last:
+            count += 7 + 6 * tile.tiles_m
+        return count
+
+    def has_runs(self, tile: Tile) -> bool:
+        """Whether the kernel can read runs of as many elements as there are classes along W."""
+        s, count = self.shape, tile.classes
+        whole = count > 1 and count == s.stride[2] and s.dilation[2] == 1 and count & (count - 1) == 0
+        return whole and not s.x_channels_last and count * s.itemsize <= 16
+
+    def reads_vectors(self, tile: Tile, geometry: Geometry, layout: Layout) -> bool:
+        """Whether x may be read by aligned runs of a row or, channels-last, 16 bytes of channels at a time."""
+        if layout.x_channels_last:
+            return _x_vector(geometry, layout, self.shape.itemsize)
+        unit = tile.classes
+        whole = geometry.x_extent[2] % unit == 0 and not any(stride % unit for stride in layout.x[:4])
+        return self.has_runs(tile) and whole and layout.x_aligned and layout.x[4] == 1
+
+    def fits(self, tile: phase_wgmma.Tile, box: Box, device: Device) -> bool:
+        """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
+        room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
+        return box.plane <= MAX_POSITIONS and self.shared_bytes(tile, box, True) <= room
+
+    def _box(
+        self, tile: phase_wgmma.Tile, extent: tuple[int, int, int], patches: tuple[int, int], last_row: int
+    ) -> Box:
+        """As for a transposed convolution, with an item more a row: a run may begin before the first position."""
+        box = super()._box(tile, extent, patches, last_row)
+        d, h, w = (e + r for e, r in zip(extent, self.halo, strict=True))
+        return dataclasses.replace(box, items=d * h * (w + 1))
+
+    def parameters(self, tile: Tile, box: Box, blocks: int, shift: int) -> Ints:
+        """Return the part of ``struct Problem`` that describes a box; `shift` is the padding if x is read by runs."""
+        _, h, w = box.extent
+        width, lines = w + self.halo[2], h + self.halo[1]
+        # In the order in which the kernel divides: items by rows, rows by slices; then what it stores.
+        divisors = (width + (shift % self.shape.stride[2] > 0), lines, w, h)
+        if self.shape.out_channels_last:
+            divisors = (*divisors[:2], width, 1)
+        return (*box.extent, box.plane, *box.patches, blocks, *(magic(divisor) for divisor in divisors))
+
+    def cost(self, tile: phase_wgmma.Tile, box: Box) -> float:
+        """Return the clocks of a box of positions, with all channels of a group."""
+        return self.clocks(tile, box) * -(-self.shape.c_out // (8 * tile.tiles_c))
+
+    def batches(self, tile: Tile, box: Box) -> float:
+        """Return how often a thread waits for what it loads, to stage a box once."""
+        s = self.shape
+        piece = 16 // s.itemsize
+        most = 24  # words
+        if s.x_channels_last:
+            classes, words, most = 1, 4, 12 if s.products == 3 else 16
+        elif self.has_runs(tile):
+            classes, words = tile.classes, piece * -(-tile.classes * s.itemsize // 4)
+            if REGISTERS[tile.workers, tile.stagers, tile.min_blocks][1] >= 72:
+                most = 32
+        else:
+            classes = max(i for i in range(1, tile.classes + 1) if tile.classes % i == 0 and i * piece <= 16)
+            words = piece * classes
+        units = box.plane * 2 * tile.k_steps / classes
+        return units / max(1, min(4, most // words)) / (128 * tile.stagers - 32)
+
+    def clocks(self, tile: phase_wgmma.Tile, box: Box) -> float:
+        """Estimate a multiprocessor's clocks for one box."""
+        assert isinstance(tile, Tile)
+        s, columns = self.shape, self.columns(tile)
+        rows = s.kernel[0] * s.kernel[1] * -(-s.c_in // self.channels(tile))  # of taps along W
+        products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team * s.products
+        if tile.merge_w:  # some classes have a tap less
+            columns = round(columns * s.kernel[2] / (self.live[2] * self.taps[2]))
+        stages = self.stages(tile)
+        staged = stages * box.plane * tile.k_steps * 32  # bytes of x, as it comes
+        weights = 0 if tile.resident else self.slots(tile) * self.slot_bytes(tile)
+        positions = prod(box.extent)
+        outputs = positions * min(8 * tile.tiles_c, s.c_out)
+        by_elements = not s.x_channels_last and not self.has_runs(tile)
+        apart = s.stride[2] / tile.classes if by_elements else 1  # of the sectors that are read, one in so many is used
+        loads = staged / 128 * max(apart, 4 / s.itemsize / 2 * (1.5 if by_elements else 1))
+        stores = outputs / 32 * (1 + 32 / box.extent[2])
+        turned = 0 if s.out_channels_last else (tile.rows * 8 * tile.tiles_c + outputs) / 32 * self.sums(tile)
+        if s.out_channels_last:
+            stores = outputs / 32 * (1 if s.itemsize == 4 else 0.75)
+        shared = products * (16 + columns / 4) + (staged * self.parts + weights) / SHARED_BYTES_A_CLOCK
+        shared += loads + stores + turned
+        tensor = products * columns / 2
+        l2 = (staged * apart + weights) / L2_BYTES_A_CLOCK
+        read = positions * prod(self.live) * s.c_in * s.itemsize * (s.stride[2] / self.live[2] if by_elements else 1)
+        memory = (read / -(-s.c_out // (8 * tile.tiles_c)) + outputs * s.itemsize) / MEMORY_BYTES_A_CLOCK
+        an_element = 1.5 if s.x_channels_last else 5 if by_elements else 3
+        issue = (staged / s.itemsize * an_element + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
+        # One group of threads stages the boxes of all workers of a block, one batch after the other.
+        staging = stages * max(1.0, self.batches(tile, box)) * BATCH_CLOCKS / tile.min_blocks
+        busiest = max(shared, tensor, l2, memory, issue, staging)
+        others = shared + tensor + l2 + memory + issue + staging - busiest
+        waits = stages * CHUNK_CLOCKS * (0.5 if tile.x_stages == 2 else 0.4) + BOX_CLOCKS
+        return busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
+    """Return the best tile for typical extents, with its clocks a position (all channels of a group)."""
+    work = Work.of(shape)
+    best: tuple[Tile, float] | None = None
+    for bound, tile in sorted(((work.least_cost(tile), tile) for tile in tiles(work)), key=lambda pair: pair[0]):
+        if best is not None and bound >= best[1]:
+            break
+        cost = work.typical_cost(tile, device)
+        if cost is not None and (best is None or cost < best[1]):
+            best = tile, cost
+    return best
+
+
+def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
+    """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
+    assert isinstance(work, Work)
+    shape = work.shape
+    eights = -(-shape.c_out // 8)
+    tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
+    for (workers, stagers, blocks), merge_w, tiles_c, tiles_m, classes, steps, deep in itertools.product(
+        REGISTERS,
+        (False, True),
+        tiles_of_channels,
+        (1, 2, 3, 4, 6, 8),
+        _parts_of_classes(work),
+        (1, 2, 4),
+        (False, True),
+    ):
+        tile = Tile(
+            workers=workers,
+            stagers=stagers,
+            tiles_m=tiles_m,
+            tiles_c=tiles_c,
+            merge_w=merge_w,
+            k_steps=classes * steps,
+            x_stages=4 if deep else 2,
+            ring=3,
+            resident=False,
+            take_turns=False,
+            all_phases=False,
+            min_blocks=blocks,
+            classes=classes,
+            slot_classes=classes,
+        )
+        if merge_w and (work.taps[2] == 1 or shape.out_channels_last or tiles_m == 3):
+            continue
+        if deep and blocks > 1:
+            continue
+        if steps > 1 and (work.channels(tile) >= 2 * shape.c_in or tile.k_steps > MAX_K_STEPS):
+            continue
+        if work.columns(tile) > MAX_COLUMNS:
+            continue
+        if work.products(tile, classes) * tiles_m * shape.products > MAX_UNROLLED:
+            continue
+        # Merged taps of a slot have columns for the same number of taps; three products of a slot are one chain.
+        unequal = merge_w and shape.kernel[2] % work.steps[2] > 0
+        long = shape.products == 3 and work.products(tile, classes) > MAX_CHAIN
+        if unequal or long or work.slot_bytes(tile) > MAX_SLOT_BYTES:
+            tile = dataclasses.replace(tile, slot_classes=1)
+        if work.accumulators(tile) + work.other_registers(tile) > REGISTERS[workers, stagers, blocks][0]:
+            continue
+        slots = work.slots(tile)
+        if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
+            tile = dataclasses.replace(tile, ring=slots, resident=True)
+            if workers > 1:
+                yield dataclasses.replace(tile, take_turns=True)
+        yield tile
+
+
+def _parts_of_classes(work: Work) -> list[int]:
+    """Return how many classes along W may be staged at a time: all or, if they have equally many taps, one."""
+    live = work.live[2]
+    alike = work.shape.kernel[2] % work.steps[2] == 0 or work.taps[2] == 1
+    return sorted({live, 1}) if alike else [live]

@@ -1,0 +1,640 @@
+// Correlate on Hopper's tensor cores (sm_90a): float16, bfloat16 and float32 (as TF32 or 3xTF32).
+//
+//     out[n, co, i] = bias[co] + sum over ci, k of  x[n, ci, i*stride + k*dilation - pad] * weight[ci, co, k]
+//
+// The adjoint of `phase_wgmma.cu`, which see. Here x is what is read and `out` what is written, in `Problem` too.
+//
+// An implicit GEMM: M = positions i, N = output channels, K = input channels x taps. Along an axis, taps whose k*dilation is
+// the same modulo the stride form a class, which has the number of its first tap. They read every stride-th element, and among
+// these correlate with a stride of 1. All classes add to the same sums. A block owns a box of positions and a tile of output
+// channels, and walks over (class along D, class along H, classes along W, chunk of input channels). It stages the elements of
+// these classes with their halo once, and every tap reads them at another offset. Weights follow through a ring of slots, in
+// just the order in which they are needed.
+//
+// Classes along W are planes beside each other, as channels are, so that whole rows of x are read: where CLASSES is the stride,
+// a thread reads aligned runs of so many elements, each of which goes to another plane.
+//
+// With MERGE_W the taps of a class along W are columns of one wgmma, of the same positions, and their sums are shifted when
+// the result is stored.
+//
+// Compile-time: kernel, stride, dilation, dtype, precision and tile. Run-time: N, extents, the box, padding, channels.
+#ifndef CLASSES  // along W that are staged at a time
+#define CLASSES 2
+#endif
+#ifndef SLOT_CLASSES  // of these, how many have their weights in one slot
+#define SLOT_CLASSES 2
+#endif
+#ifndef K_STEPS  // pairs of pieces that are staged at a time, of all these classes
+#define K_STEPS 2
+#endif
+#include "wgmma_box.cuh"
+
+// Classes that have a tap.
+constexpr int LIVE_D = KERNEL_D < AxisD::STEP ? KERNEL_D : AxisD::STEP;
+constexpr int LIVE_H = KERNEL_H < AxisH::STEP ? KERNEL_H : AxisH::STEP;
+constexpr int LIVE_W = KERNEL_W < AxisW::STEP ? KERNEL_W : AxisW::STEP;
+constexpr int SETS_W = LIVE_W / CLASSES;  // sets of classes along W, which are staged one after the other
+static_assert(LIVE_W % CLASSES == 0 && CLASSES % SLOT_CLASSES == 0 && K_STEPS % CLASSES == 0, "equal parts");
+static_assert(LIVE_D <= 4 && LIVE_H <= 4 && LIVE_W <= 8, "an item has a bit for each class");
+
+// Taps of a class, by its number.
+template <class A, int KERNEL> __host__ __device__ constexpr int taps_of(int number) {
+    return (KERNEL - number + A::STEP - 1) / A::STEP;
+}
+static_assert(SETS_W == 1 || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNEL_W>(LIVE_W - 1), "all sets alike");
+
+constexpr int CLASS_STEPS = K_STEPS / CLASSES;  // k steps of a class
+constexpr int PIECES = 2 * CLASS_STEPS;  // of channels
+constexpr int CHUNK = PIECES * PIECE;
+constexpr int PLANES = PARTS * K_STEPS * 2;  // of a stage: [part][class][piece]
+
+constexpr int REACH_D = (AxisD::MAX_TAPS - 1) * AxisD::HOP;
+constexpr int REACH_H = (AxisH::MAX_TAPS - 1) * AxisH::HOP;
+constexpr int REACH_W = (AxisW::MAX_TAPS - 1) * AxisW::HOP;
+
+constexpr int COLUMNS = MERGE_W ? AxisW::MAX_TAPS * TILE_C : TILE_C;  // of a wgmma
+constexpr int SLOTS_A_ROW = CLASSES / SLOT_CLASSES;  // of taps along W, for some classes along D and H: all rows, then the next
+
+// A wgmma of a slot: the class (among those that are staged), its tap and its k step; merged taps have one wgmma.
+struct Product {
+    int number, tap, step;
+};
+
+__host__ __device__ constexpr int products_of_class(int number) {
+    return (MERGE_W ? 1 : taps_of<AxisW, KERNEL_W>(number)) * CLASS_STEPS;
+}
+__host__ __device__ constexpr int products_of(int slot) {
+    int count = 0;
+    for (int i = 0; i < SLOT_CLASSES; ++i) count += products_of_class(slot * SLOT_CLASSES + i);
+    return count;
+}
+__host__ __device__ constexpr Product product(int slot, int index) {
+    int number = slot * SLOT_CLASSES;
+    for (; number < CLASSES - 1 && index >= products_of_class(number); ++number) index -= products_of_class(number);
+    return {number, index / CLASS_STEPS, index % CLASS_STEPS};
+}
+
+// Columns of a slot's wgmmas: if they are taps, some classes have fewer.
+__host__ __device__ constexpr int columns_of(int slot) {
+    return MERGE_W ? taps_of<AxisW, KERNEL_W>(slot * SLOT_CLASSES) * TILE_C : TILE_C;
+}
+constexpr int FEWER_COLUMNS = COLUMNS > TILE_C ? COLUMNS - TILE_C : COLUMNS;
+static_assert(!MERGE_W || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNEL_W>(SLOT_CLASSES - 1), "equal columns");
+
+// A slot of weights: [product][part][2 pieces][column][16 bytes]. Sizes in units of 16 bytes. The first has the most taps.
+constexpr int OPERAND = 2 * COLUMNS;
+constexpr int PRODUCTS = products_of(0);
+constexpr int SLOT = PRODUCTS * PARTS * OPERAND;
+
+constexpr int SETS = 1;  // see wgmma_store.cuh
+constexpr int SUMS = MERGE_W ? AxisW::MAX_TAPS : 1, MERGED = SUMS, MOST_TAPS = SUMS;
+constexpr int SUM_ROWS = SUMS == 1 ? ROWS : at_residue(ROWS, 16, 32);
+constexpr int NEXT_TAP = SUM_ROWS + AxisW::HOP;
+constexpr int SET_OUTPUTS = 1;
+
+#include "wgmma_store.cuh"
+
+struct Block {
+    Index d, h, w;  // first position on each axis
+    int tile_c;
+    long long n, group;
+};
+
+__device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
+    // What reads the same x runs fastest, then what reads its neighbours.
+    Block b;
+    b.tile_c = (int)take(index, p, 3);
+    b.group = take(index, p, 4);
+    b.w = (Index)take(index, p, 2) * (Index)p.box[2];
+    b.h = (Index)take(index, p, 1) * (Index)p.box[1];
+    b.d = (Index)take(index, p, 0) * (Index)p.box[0];
+    b.n = index;
+    return b;
+}
+
+__device__ __forceinline__ Staged staged_box(const Problem& p) {
+    return {(int)p.box[0] + REACH_D, (int)p.box[1] + REACH_H, (int)p.box[2] + REACH_W, (int)p.plane};
+}
+
+// ---- staging ---------------------------------------------------------------------------------------------------------
+
+// What a thread stages at a time: a position, of which each class has its own element, or an aligned run of as many elements
+// as there are classes, some of which may be the next position's.
+struct Item {
+    Index offset;    // in x, of the first channel and the first class along each axis
+    unsigned place;  // bits for the classes along W (8), H (4) and D (4), then 1 + the position
+};
+
+constexpr bool HAS_RUNS = !X_CHANNELS_LAST && CLASSES > 1 && CLASSES == STRIDE_W && DILATION_W == 1 &&
+                          CLASSES * sizeof(Stored) <= 16 && (CLASSES & (CLASSES - 1)) == 0;
+
+__device__ __forceinline__ bool in_runs(const Problem& p) { return HAS_RUNS && p.x_vector; }
+
+// The class of a run's first element.
+__device__ __forceinline__ int class_of_run(const Problem& p) { return (int)((unsigned)p.pad[2] % STRIDE_W); }
+
+// Where a run is of two positions, one more begins before the first.
+__device__ __forceinline__ int early(const Problem& p) { return in_runs(p) && class_of_run(p); }
+
+// All items of the box, worked out once for all chunks and classes. A class has its bit if it has the element, and a tap for it;
+// the bits along W of a run say which of its elements are of the box.
+__device__ __forceinline__ void find_items(Item* items, const Problem& p, const Staged& s, const Block& b, int thread) {
+    const int across = s.w + early(p), skipped = in_runs(p) ? class_of_run(p) : 0;
+    for (int i = thread; i < s.d * s.h * across; i += STAGERS) {
+        const int row = (int)quotient(i, p.box_magic[0]), d = (int)quotient(row, p.box_magic[1]);
+        const int w = i - row * across - early(p), h = row - d * s.h;
+        const Index at_d = (b.d + d) * STRIDE_D - (Index)p.pad[0], at_h = (b.h + h) * STRIDE_H - (Index)p.pad[1];
+        const Index at_w = (b.w + w) * STRIDE_W - (Index)p.pad[2] + skipped;
+        unsigned bits = 0;
+        if (!in_runs(p) || within(at_w, p.x_extent[2])) {
+#pragma unroll
+            for (int c = 0; c < LIVE_D; ++c)
+                bits |= (unsigned)(d < (int)p.box[0] + (taps_of<AxisD, KERNEL_D>(c) - 1) * AxisD::HOP &&
+                                   within(at_d + c * DILATION_D, p.x_extent[0]))
+                        << (12 + c);
+        }
+#pragma unroll
+        for (int c = 0; c < LIVE_H; ++c)
+            bits |= (unsigned)(h < (int)p.box[1] + (taps_of<AxisH, KERNEL_H>(c) - 1) * AxisH::HOP &&
+                               within(at_h + c * DILATION_H, p.x_extent[1]))
+                    << (8 + c);
+#pragma unroll
+        for (int c = 0; c < LIVE_W; ++c) {
+            const int column = w + (skipped + c >= CLASSES);
+            bits |= (unsigned)(in_runs(p) ? column >= 0 && column < s.w
+                                          : w < (int)p.box[2] + (taps_of<AxisW, KERNEL_W>(c) - 1) * AxisW::HOP &&
+                                                within(at_w + c * DILATION_W, p.x_extent[2]))
+                    << c;
+        }
+        items[i].offset = at_d * (Index)p.x_stride[2] + at_h * (Index)p.x_stride[3] + at_w * (Index)p.x_stride[4];
+        items[i].place = (unsigned)(row * s.w + w + 1) << 16 | bits;
+    }
+}
+
+// Which classes a stage is for, and what there is of its chunk.
+struct Stage {
+    int d, h, set;  // classes along D and H, set of classes along W
+    int channels;
+};
+
+constexpr int ELEMENTS = 0, RUNS = 1, VECTORS = 2;  // an element at a time, one of each class in a row, or a piece of channels
+
+// Units of some words that a thread loads before it stores the first, as far as its registers go.
+__host__ __device__ constexpr int batch(int kind, int words) {
+    const int most = kind == VECTORS ? (PRECISION == TF32X3 ? 12 : 16) : kind == RUNS && STAGER_REGISTERS >= 72 ? 32 : 24;
+    return words > most ? 1 : most / words > 4 ? 4 : most / words;
+}
+
+// The most classes along W whose elements a thread takes together, since they share sectors of memory.
+__host__ __device__ constexpr int together() {
+    int most = 1;
+    for (int i = 1; i <= CLASSES; ++i)
+        if (CLASSES % i == 0 && i * PIECE <= 16) most = i;
+    return most;
+}
+
+// A piece of some classes is a unit of work. Neighbouring threads take neighbouring items or, for vectors of channels,
+// neighbouring pieces. A thread loads a batch before it stores the first, since it is latency that it waits for. WHOLE: of each
+// piece all channels are there, or none.
+template <bool WHOLE, int KIND>
+__device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* items, const Problem& p, const Stage& st,
+                                      int count, int plane, int thread) {
+    constexpr int WIDTH = KIND == RUNS ? CLASSES : KIND == VECTORS ? 1 : together();  // classes of a unit
+    constexpr int UNITS = PIECES * CLASSES / WIDTH;  // of an item
+    constexpr int WORDS = KIND == VECTORS ? 4 : PIECE * (KIND == RUNS ? ceil_div(WIDTH * sizeof(Stored), 4) : WIDTH);
+    constexpr int BATCH = WHOLE ? batch(KIND, WORDS) : 1;
+    const Index step = (Index)p.x_stride[1], across = DILATION_W * (Index)p.x_stride[4];
+    const unsigned wanted = 1u << (12 + st.d) | 1u << (8 + st.h);
+    const int first_class = HAS_RUNS ? class_of_run(p) : 0;
+    // The item, the piece of channels and the first class of a unit. It is worked out twice, which costs less than registers to
+    // remember it.
+    const auto find = [&](int at, int& piece, int& number) {
+        int unit = 0;
+        if (KIND == VECTORS) {
+            unit = at % UNITS;
+        } else {
+#pragma unroll
+            for (int i = 1; i < UNITS; ++i) unit += at >= i * count;
+        }
+        piece = KIND == VECTORS ? unit % PIECES : unit / (CLASSES / WIDTH);
+        number = KIND == VECTORS ? unit / PIECES : unit % (CLASSES / WIDTH) * WIDTH;
+        return items + (KIND == VECTORS ? at / UNITS : at - unit * count);
+    };
+    // Pieces that no chunk has are zeros from the start.
+    const int pieces = KIND == VECTORS || p.c_in > CHUNK ? PIECES : min(PIECES, ((int)p.c_in + PIECE - 1) / PIECE);
+    const int total = count * (pieces * (CLASSES / WIDTH));
+    for (int first = thread; first < total; first += BATCH * STAGERS) {
+        Stored values[BATCH][PIECE][WIDTH];
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const int at = first + j * STAGERS;
+            int piece, number;
+            const Item* const item = find(at, piece, number);
+            const unsigned place = at < total ? item->place : 0;
+            const int left = st.channels - piece * PIECE;
+            const bool inside = (place & wanted) == wanted && left > 0;
+            const unsigned classes = place >> (KIND == RUNS ? 0 : st.set * CLASSES + number);
+#pragma unroll
+            for (int k = 0; k < PIECE; ++k)
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) zero(values[j][k][i]);
+            if (!inside) continue;
+            const Stored* from =
+                x + item->offset + piece * PIECE * step + (KIND == RUNS ? 0 : (st.set * CLASSES + number) * across);
+            if constexpr (KIND == VECTORS) {
+                if (!(classes & 1)) continue;
+                if (WHOLE || left >= PIECE) {
+                    const Channels piece_of_x = *reinterpret_cast<const Channels*>(from);
+#pragma unroll
+                    for (int k = 0; k < PIECE; ++k) values[j][k][0] = piece_of_x.value[k];
+                } else {
+#pragma unroll
+                    for (int k = 0; k < PIECE; ++k)
+                        if (k < left) values[j][k][0] = from[k * step];
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < PIECE; ++k) {
+                    if (WHOLE || k < left) {
+                        if constexpr (KIND == RUNS) {
+                            const auto run_of_x = *reinterpret_cast<const Pack<Stored, WIDTH>*>(from);
+#pragma unroll
+                            for (int i = 0; i < WIDTH; ++i) values[j][k][i] = run_of_x.value[i];
+                        } else {
+#pragma unroll
+                            for (int i = 0; i < WIDTH; ++i)
+                                if (classes >> i & 1) values[j][k][i] = from[i * across];
+                        }
+                    }
+                    from += step;
+                }
+            }
+        }
+        issue_in_order();
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const int at = first + j * STAGERS;
+            if (at >= total) continue;
+            int piece, number;
+            const unsigned place = find(at, piece, number)->place;
+            Piece* const target = to + piece * plane + ((int)(place >> 16) - 1);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                Channels c;
+                Piece parts[PARTS];
+#pragma unroll
+                for (int k = 0; k < PIECE; ++k) c.value[k] = values[j][k][i];
+                pack(c, parts);
+                if (KIND == RUNS && !(place >> i & 1)) continue;
+                const int later = KIND == RUNS && first_class + i >= CLASSES;
+                const int plane_of_class = (KIND == RUNS ? first_class + i - later * CLASSES : number + i) * PIECES;
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part)
+                    target[(part * 2 * K_STEPS + plane_of_class) * plane + later] = parts[part];
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void stage_x(Piece* to, const Stored* x, const Item* items, const Problem& p, const Staged& s,
+                                        const Stage& st, int thread) {
+    constexpr int FAST = X_CHANNELS_LAST ? VECTORS : HAS_RUNS ? RUNS : ELEMENTS;
+    const int slices = (int)p.box[0] + (taps_of<AxisD, KERNEL_D>(st.d) - 1) * AxisD::HOP;
+    const int count = slices * s.h * (s.w + early(p));
+    const bool whole = st.channels >= CHUNK || st.channels % PIECE == 0;
+    x += st.d * DILATION_D * (Index)p.x_stride[2] + st.h * DILATION_H * (Index)p.x_stride[3];
+    if (FAST != ELEMENTS && p.x_vector && whole) {
+        stage<true, FAST>(to, x, items, p, st, count, s.plane, thread);
+    } else if (FAST != ELEMENTS && p.x_vector) {
+        stage<false, FAST>(to, x, items, p, st, count, s.plane, thread);
+    } else if (whole) {
+        stage<true, ELEMENTS>(to, x, items, p, st, count, s.plane, thread);
+    } else {
+        stage<false, ELEMENTS>(to, x, items, p, st, count, s.plane, thread);
+    }
+}
+
+// ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+// The products of a slot, of C columns, with some part of A and of B each, for one tile. The first may overwrite the sums.
+template <int C>
+__device__ __forceinline__ void multiply_parts(float (&sum)[C / 2], int slot, unsigned long long a, unsigned long long b,
+                                               int plane, int part_a, int part_b, bool accumulate) {
+#pragma unroll
+    for (int i = 0; i < PRODUCTS; ++i) {
+        if (i >= products_of(slot)) break;
+        const Product of = product(slot, i);
+        multiply_add<C>(
+            sum, a + of.tap * AxisW::HOP + ((part_a * CLASSES + of.number) * PIECES + 2 * of.step) * recomputed(plane),
+            b + (i * PARTS + part_b) * OPERAND, accumulate || i > 0);
+    }
+}
+
+#if PRECISION == TF32X3
+// The tensor core truncates its sums, so each chain of a few products starts from zero, and ordinary additions collect the
+// chains. Two alternate: one is added while the next is multiplied.
+template <int C>
+__device__ __forceinline__ void multiply(Accumulators& acc, int slot, unsigned long long a, unsigned long long b,
+                                         const int (&start)[TILES_M], int plane) {
+    float sums[2][C / 2];
+    const auto collect = [&](int tile) {
+#pragma unroll
+        for (int i = 0; i < C / 2; ++i) acc.value[0][tile][i] += sums[tile % 2][i];
+    };
+#pragma unroll
+    for (int tile = 0; tile < TILES_M; ++tile) {
+        const unsigned long long rows = a + recomputed(start[tile]);
+        wgmma_fence();
+        // The small products come first.
+        multiply_parts<C>(sums[tile % 2], slot, rows, b, plane, 1, 0, false);
+        multiply_parts<C>(sums[tile % 2], slot, rows, b, plane, 0, 1, true);
+        multiply_parts<C>(sums[tile % 2], slot, rows, b, plane, 0, 0, true);
+        wgmma_commit();
+        if (tile > 0) {
+            wgmma_wait<1>();
+            collect(tile - 1);
+        }
+    }
+    wgmma_wait<0>();
+    collect(TILES_M - 1);
+}
+constexpr bool LAGS = false;  // whether `multiply` returns before its own products are complete: with those of the last call
+#else
+template <int C>
+__device__ __forceinline__ void multiply(Accumulators& acc, int slot, unsigned long long a, unsigned long long b,
+                                         const int (&start)[TILES_M], int plane) {
+    wgmma_fence();
+#pragma unroll
+    for (int tile = 0; tile < TILES_M; ++tile) {
+        multiply_parts<C>(reinterpret_cast<float(&)[C / 2]>(acc.value[0][tile]), slot, a + recomputed(start[tile]), b, plane,
+                          0, 0, true);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+}
+constexpr bool LAGS = true;
+#endif
+
+// ---- the result ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int index) {
+    const int row = (int)quotient(index, p.box_magic[2]), d = (int)quotient(row, p.box_magic[3]);
+    const int w = index - row * (int)p.box[2], h = row - d * (int)p.box[1];
+    const bool there = d < (int)p.box[0];  // threads have more targets than the box
+    Target t;
+    t.offset = d * (Index)p.out_stride[2] + h * (Index)p.out_stride[3] + w * (Index)p.out_stride[4];
+    t.d = (short)d, t.h = (short)h, t.w = there ? w : -1;
+    t.from = there ? row_of(p, s, d, h, w) : ZERO;
+    t.taps = there ? SUMS : 1;
+    return t;
+}
+
+__device__ __forceinline__ void store_channels(const Accumulators& acc, const float* bias, const int (&start)[TILES_M],
+                                               int tiles, const Problem& p, const Staged& s, const Block& b, Stored* out) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int left = min(TILE_C, (int)p.c_out - b.tile_c * TILE_C);
+    const int pitch = p.patches[1] ? s.w : 8;
+#pragma unroll
+    for (int tile = 0; tile < TILES_M; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            issue_in_order();
+            const int place = recomputed(start[tile]) + (warp % 4 * 2 + half) * pitch + lane / 4;
+            const int row = (int)quotient(place, p.box_magic[2]), d = (int)quotient(row, p.box_magic[1]);
+            const int w = place - row * s.w, h = row - d * s.h;
+            const Index at_d = b.d + d, at_h = b.h + h, at_w = b.w + w;
+            const bool inside = warp / 4 % TEAM * TILES_M + tile < tiles && w < (int)p.box[2] && h < (int)p.box[1] &&
+                                d < (int)p.box[0] && within(at_d, p.out_extent[0]) && within(at_h, p.out_extent[1]) &&
+                                within(at_w, p.out_extent[2]);
+            TwoChannels sums;
+#pragma unroll
+            for (int c = 0; c < TILES_C; ++c) {
+                const Pack<float, 2> offset = *reinterpret_cast<const Pack<float, 2>*>(bias + c * 8 + lane % 4 * 2);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) sums.value[c][i] = offset.value[i] + acc.value[0][tile][c * 4 + half * 2 + i];
+            }
+            store_two(out + at_d * (Index)p.out_stride[2] + at_h * (Index)p.out_stride[3] + at_w * (Index)p.out_stride[4],
+                      sums, inside ? left : 0, p);
+        }
+    }
+}
+
+__device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, const Target* targets,
+                                      const int (&start)[TILES_M], int tiles, const Problem& p, const Staged& s,
+                                      const Block& b, const Stored* bias, Stored* out) {
+    bring_bias(turned, bias, p, b.tile_c, b.group);
+    out += b.n * p.out_stride[0] + (b.group * p.c_out + b.tile_c * TILE_C) * p.out_stride[1];
+#if OUT_CHANNELS_LAST
+    warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);
+    store_channels(acc, turned.bias, start, tiles, p, s, b, out);
+#else
+    store_turned(acc, turned, targets, b.d, b.h, b.w, (int)p.c_out - b.tile_c * TILE_C, p, out, true);
+#endif
+}
+
+// ---- the kernel ------------------------------------------------------------------------------------------------------
+
+// Calls `visit(class along D, class along H, set of classes along W, chunk)` in the order of the stages.
+template <class Visit> __device__ __forceinline__ void each_stage(int chunks, const Visit& visit) {
+#pragma unroll 1
+    for (int d = 0; d < LIVE_D; ++d) {
+#pragma unroll 1
+        for (int h = 0; h < LIVE_H; ++h) {
+#pragma unroll 1
+            for (int set = 0; set < SETS_W; ++set) {
+#pragma unroll 1
+                for (int chunk = 0; chunk < chunks; ++chunk) visit(d, h, set, chunk);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    correlate_wgmma(const Stored* x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    const Staged s = staged_box(p);
+    Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
+    Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
+    Piece* const stages = slots + RING * SLOT;
+    Turned* const turned = reinterpret_cast<Turned*>(stages + TEAMS * X_STAGES * PLANES * s.plane);
+    Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
+    Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
+
+    Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
+    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring);
+#if !OUT_CHANNELS_LAST
+    if (threadIdx.x < TEAMS * SLICES * 8)
+        turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
+    for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i);
+#endif
+    // Rows of no use are read: behind the box, and where a class along D has less of a halo than others.
+    for (int i = threadIdx.x; i < TEAMS * X_STAGES * PLANES * s.plane; i += THREADS) stages[i] = Piece{{0, 0, 0, 0}};
+    publish_shared_writes();
+    __syncthreads();
+
+    const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    if (warp >= 4 * WORKERS) {
+        give_registers<STAGER_REGISTERS>();
+        const int thread = threadIdx.x - WORKER_THREADS - 32;
+        if (thread < 0 && lane) return;
+        int team = 0;
+        for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
+            const Block b = locate(index, p);
+            if (thread < 0) {
+                const int count = KERNEL_D * KERNEL_H * SETS_W * SLOTS_A_ROW * chunks;
+                const Piece* from = packed + (b.group * p.tiles[3] + b.tile_c) * count * (long long)SLOT;
+                for (int i = 0; i < count; ++i) {
+                    weight_ring.wait_until_free();
+                    barrier_arrive_expecting(weight_ring.full + weight_ring.place, SLOT * sizeof(Piece));
+                    copy_bulk(slots + weight_ring.place * SLOT, from, SLOT * sizeof(Piece),
+                              weight_ring.full + weight_ring.place);
+                    weight_ring.next<RING>();
+                    from += SLOT;
+                }
+                if (RESIDENT) return;
+                continue;
+            }
+            warps_sync(1, STAGERS);  // nobody reads the items of the box before
+            find_items(items, p, s, b, thread);
+            warps_sync(1, STAGERS);
+            const Stored* const from = x + b.n * p.x_stride[0] + b.group * p.c_in * p.x_stride[1];
+            Ring ring = x_ring.of_team(team);
+            each_stage(chunks, [&](int d, int h, int set, int chunk) {
+                ring.wait_until_free();
+                stage_x(stages + (team * X_STAGES + ring.place) * PLANES * s.plane, from + chunk * CHUNK * p.x_stride[1], items,
+                        p, s, Stage{d, h, set, (int)p.c_in - chunk * CHUNK}, thread);
+                publish_shared_writes();
+                barrier_arrive(ring.full + ring.place);
+                ring.next<X_STAGES>();
+            });
+            if (++team == TEAMS) {  // all rings are as far as this one
+                team = 0;
+                x_ring.place = ring.place;
+                x_ring.round = ring.round;
+            }
+        }
+        return;
+    }
+
+    take_registers<WORKER_REGISTERS>();
+    const int patches_w = (int)p.patches[1], tiles = tiles_of(p, s, MERGE_W ? s.w : (int)p.box[2]);
+    int start[TILES_M];
+    find_starts(start, p, s, tiles);
+    const int team = warp / 4 / TEAM;
+    x_ring = x_ring.of_team(team);
+    const unsigned long long staged =
+        describe(stages + team * X_STAGES * PLANES * s.plane, s.plane * 16, (patches_w ? s.w : 8) * 16);
+    const unsigned long long weights = describe(slots, COLUMNS * 16, 128);
+
+    for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x) {
+        const Block b = locate(index, p);
+        Accumulators acc;
+#pragma unroll
+        for (int tile = 0; tile < TILES_M; ++tile)
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; ++i) acc.value[0][tile][i] = 0;
+
+        int used_slot = -1, used_stage = -1;  // by the products that may be under way
+        const auto release = [&] {
+            if (!RESIDENT && lane == 0 && used_slot >= 0) barrier_arrive(weight_ring.free + used_slot);
+            if (lane == 0 && used_stage >= 0) barrier_arrive(x_ring.free + used_stage);
+            used_slot = used_stage = -1;
+        };
+        each_stage(chunks, [&](int d, int h, int, int) {
+            x_ring.wait_until_full();
+            const unsigned long long box = staged + x_ring.place * PLANES * s.plane;
+#pragma unroll
+            for (int slot = 0; slot < SLOTS_A_ROW; ++slot) {
+#pragma unroll 1
+                for (int tap_d = 0; tap_d < taps_of<AxisD, KERNEL_D>(d); ++tap_d) {
+#pragma unroll 1
+                    for (int tap_h = 0; tap_h < taps_of<AxisH, KERNEL_H>(h); ++tap_h) {
+                        weight_ring.wait_until_full();
+                        const unsigned long long a =
+                            box + (tap_d * AxisD::HOP * recomputed(s.h) + tap_h * AxisH::HOP) * recomputed(s.w);
+                        const unsigned long long b = weights + weight_ring.place * SLOT;
+                        if (columns_of(slot) < COLUMNS) {
+                            multiply<FEWER_COLUMNS>(acc, slot, a, b, start, s.plane);
+                        } else {
+                            multiply<COLUMNS>(acc, slot, a, b, start, s.plane);
+                        }
+                        if (LAGS) release();
+                        used_slot = weight_ring.place;
+                        weight_ring.next<RING, RESIDENT>();
+                        if (!LAGS) release();
+                    }
+                }
+                // Only wgmmas of the same width may use the same sums without a wait.
+                if (LAGS && columns_of(slot) != columns_of((slot + 1) % SLOTS_A_ROW)) wgmma_wait<0>();
+            }
+            used_stage = x_ring.place;
+            x_ring.next<X_STAGES>();
+            if (!LAGS) release();
+        });
+        if (LAGS) wgmma_wait<0>();
+        release();
+        store(acc, turned[team], targets, start, tiles, p, s, b, bias, out);
+    }
+}
+
+// Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][class
+// along D][class along H][set of classes along W][chunk][slots of a row of taps][tap along D][tap along H].
+extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* packed, const Problem p) {
+    constexpr int COLUMNS_W = SETS_W * SLOTS_A_ROW * (PRODUCTS / CLASS_STEPS) * (MERGE_W ? AxisW::MAX_TAPS : 1);
+    const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
+    const long long count = p.groups * p.tiles[3] * chunks * (KERNEL_D * KERNEL_H * COLUMNS_W) * (PIECES * TILE_C);
+    long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+    if (index >= count) return;
+    // Consecutive threads read weights near each other.
+    int across = (int)(index % COLUMNS_W);
+    index /= COLUMNS_W;
+    const int tap_h = (int)(index % KERNEL_H);
+    index /= KERNEL_H;
+    const int tap_d = (int)(index % KERNEL_D);
+    index /= KERNEL_D;
+    const int channel = (int)(index % TILE_C);
+    index /= TILE_C;
+    const int tile_c = (int)(index % p.tiles[3]);
+    index /= p.tiles[3];
+    const int piece = (int)(index % PIECES);
+    index /= PIECES;
+    const int chunk = (int)(index % chunks);
+    const long long group = index / chunks;
+
+    // Which tap along W, of which class.
+    const int merged = MERGE_W ? across % AxisW::MAX_TAPS : 0;
+    across /= MERGE_W ? AxisW::MAX_TAPS : 1;
+    const int in_slot = across % (PRODUCTS / CLASS_STEPS), slot = across / (PRODUCTS / CLASS_STEPS) % SLOTS_A_ROW;
+    const int set = across / (PRODUCTS / CLASS_STEPS) / SLOTS_A_ROW;
+    const Product of = product(slot, in_slot * CLASS_STEPS);
+    const int tap_w = set * CLASSES + of.number + (of.tap + merged) * AxisW::STEP;
+    const bool exists = in_slot * CLASS_STEPS < products_of(slot) && tap_w < KERNEL_W;
+
+    const int co = tile_c * TILE_C + channel, first = chunk * CHUNK + piece * PIECE;
+    weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] + tap_d * p.weight_stride[2] +
+              tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
+    Channels c;
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) {
+        zero(c.value[i]);
+        if (exists && co < p.c_out && first + i < p.c_in) c.value[i] = weight[(first + i) * p.weight_stride[0]];
+    }
+    Piece parts[PARTS];
+    pack(c, parts);
+    // Rows of taps of the classes before, then of this one.
+    const int d = tap_d % AxisD::STEP, h = tap_h % AxisH::STEP;
+    const int of_d = taps_of<AxisD, KERNEL_D>(d), of_h = taps_of<AxisH, KERNEL_H>(h);
+    int before = 0;
+    for (int i = 0; i < d; ++i) before += taps_of<AxisD, KERNEL_D>(i) * KERNEL_H;
+    for (int i = 0; i < h; ++i) before += of_d * taps_of<AxisH, KERNEL_H>(i);
+    const long long rows = ((group * p.tiles[3] + tile_c) * (KERNEL_D * KERNEL_H) + before) * SETS_W * chunks * SLOTS_A_ROW;
+    const long long row = rows + ((set * chunks + chunk) * SLOTS_A_ROW + slot) * of_d * of_h +
+                          tap_d / AxisD::STEP * of_h + tap_h / AxisH::STEP;
+    const int at = in_slot * CLASS_STEPS + piece / 2;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        packed[row * SLOT + (at * PARTS + part) * OPERAND + piece % 2 * COLUMNS + merged * TILE_C + channel] = parts[part];
+    }
+}

@@ -1,0 +1,177 @@
+"""Cases of correlate_wgmma for the host, each of one program, with tiles drawn from the planner's."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from described import channels_last, contiguous, geometry_of
+from host_gradients import LAST, TENSOR_CORES, gradients_on_host, specialisation
+from strategies import Ints, Problem, Specialisation, case
+
+from cuconvt import plan as planning
+from cuconvt import plan_correlate_wgmma as wgmma
+from cuconvt.plan import Device, Layout, Plan, Refusal
+
+SHARED_BYTES = 227 * 1024
+LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
+LONGEST = {1: (200,), 2: (12, 22), 3: (4, 6, 12)}
+# Extents of the result that are ragged in most boxes; some make rows of x that are aligned and whole.
+EXTENTS = {
+    1: ((67,), (261,), (520,)),
+    2: ((11, 17), (9, 36)),
+    3: ((5, 3, 7), (3, 9, 11), (5, 6, 20)),
+}
+MAX_PRODUCTS = 4000  # of a box and 64 rows: a wgmma takes the host long
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A specialisation of the kernel: every problem of it runs the same program."""
+
+    spec: Specialisation
+    dtype: str
+    precision: str | None
+    device: Device
+    tile: wgmma.Tile
+    index64: bool = False
+    patches: bool = False  # boxes of 8 x 8 patches where there are some
+
+
+def cases() -> dict[str, Case]:
+    """Return the cases by name."""
+    found = {}
+    for index in range(24):
+        choose = random.Random(index)
+        (dtype, precision), rank = TENSOR_CORES[index % 4], 1 + index // 4 % 3
+        tile, runs = None, index % 2 == 1
+        while tile is None:
+            spec = draw_problem(choose, rank, index % 3 == 0, runs)
+            tile = draw_tile(choose, spec, dtype, precision, runs)
+        device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)  # so few that each block has several boxes
+        this = Case(spec, dtype, precision, device, tile, index64=index % 5 == 4, patches=index % 4 == 3)
+        found[f"{index}-{precision or dtype}-{rank}d"] = this
+    return found
+
+
+def draw_problem(choose: random.Random, rank: int, x_last: bool, runs: bool) -> Specialisation:
+    kernel, dilation = (tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3))
+    stride = (*(choose.randint(1, 3) for _ in range(rank - 1)), choose.choice((1, 2, 2, 3, 4)))
+    if runs:  # y can be read by whole runs along W
+        stride, dilation = (*stride[:-1], choose.choice((2, 2, 4, 8))), (*dilation[:-1], 1)
+        kernel = (*kernel[:-1], max(kernel[-1], stride[-1] + choose.randint(0, 3)))
+    channels = choose.choice((3, 8, 12, 17, 40)), choose.choice((3, 8, 16, 17, 24, 33))
+    return specialisation(kernel, stride, dilation, channels, (x_last, not runs and choose.random() < 0.6))
+
+
+def draw_tile(
+    choose: random.Random, spec: Specialisation, dtype: str, precision: str | None, runs: bool
+) -> wgmma.Tile | None:
+    """Draw a tile that fits whatever the extents, if there is one; kinds are drawn first, since some have few tiles."""
+    problem = smallest(spec)
+    geometry = geometry_of(problem)
+    work = wgmma.Work(*wgmma.as_read(geometry, layout_of(spec, problem)), dtype, precision)
+    kinds: dict[Any, list[wgmma.Tile]] = {}
+    for tile in wgmma.tiles(work):
+        if runs and tile.classes < work.live[2]:
+            continue
+        products = work.products(tile, work.live[2]) * tile.tiles_m * tile.workers
+        if products * geometry.kernel[0] * geometry.kernel[1] <= MAX_PRODUCTS and serves(spec, dtype, precision, tile):
+            kinds.setdefault((tile.merge_w, tile.resident, tile.take_turns, tile.classes), []).append(tile)
+    return choose.choice(kinds[choose.choice(list(kinds))]) if kinds else None
+
+
+def serves(spec: Specialisation, dtype: str, precision: str | None, tile: wgmma.Tile) -> bool:
+    for extent in (LONGEST[len(spec.kernel)], *EXTENTS[len(spec.kernel)]):
+        problem = smallest(spec, extent)
+        geometry, layout = geometry_of(problem), layout_of(spec, problem)
+        device = Device(90, 1, SHARED_BYTES)
+        if isinstance(wgmma.plan_tile(geometry, dtype, layout, precision, device, tile), Refusal):
+            return False
+    return True
+
+
+def smallest(spec: Specialisation, extent: Ints | None = None, padding_w: tuple[int, int] = (0, 0)) -> Problem:
+    rank = len(spec.kernel)
+    return case(
+        (2, 2 * spec.c_in_per_group, *(extent or (1,) * rank)),
+        2 * spec.c_out_per_group,
+        spec.kernel,
+        spec.stride,
+        padding=((0, 0),) * (rank - 1) + (padding_w,),
+        groups=2,
+        dilation=spec.dilation,
+        has_bias=True,
+        x_layout=spec.x_layouts[0],
+        out_layout=spec.out_layouts[0],
+    )
+
+
+def layout_of(spec: Specialisation, problem: Problem) -> Layout:
+    g = geometry_of(problem)
+    x, y = (channels_last if side == LAST else contiguous for side in (spec.x_layouts, spec.out_layouts))
+    return Layout(
+        x=x((g.n, g.c_in, *g.x_extent)),
+        weight=contiguous((g.c_in, g.c_out_per_group, *g.kernel)),
+        bias=1,
+        out=y((g.n, g.c_out, *g.out_extent)),
+    )
+
+
+def whole_rows(this: Case) -> list[Problem]:
+    """Return problems whose rows of y are whole runs, which begin with one class or another."""
+    spec, found = this.spec, []
+    for before_w, after_w in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for width in range(16, 40):
+            problem = smallest(spec, (*(3,) * (len(spec.kernel) - 1), width), (before_w, after_w))
+            if read_by_vectors(plan_for(this, problem)):
+                found.append(problem)
+                break
+    return found
+
+
+def read_by_vectors(plan: Plan) -> bool:
+    return bool(plan.problem[-18])
+
+
+def plan_for(this: Case, problem: Problem) -> Plan:
+    with planned_with(this):
+        return wgmma.plan_correlate_wgmma(
+            geometry_of(problem), this.dtype, layout_of(this.spec, problem), this.precision, this.device
+        )
+
+
+@contextmanager
+def planned_with(this: Case) -> Iterator[None]:
+    """Plan with the case's tile whatever it costs and, if it says so, indices of 64 bits and boxes of patches."""
+    all_boxes = wgmma.Work.boxes
+
+    def patched(work: wgmma.Work, tile: wgmma.Tile, extents: Ints) -> list[wgmma.Box]:
+        boxes = list(all_boxes(work, tile, extents))
+        return [box for box in boxes if any(box.patches) and work.fits(tile, box, this.device)] or boxes
+
+    def plan(*problem: Any) -> Plan:
+        # The result of a call without `out` may have another layout than the case's.
+        merge_w = this.tile.merge_w and not problem[2].x_channels_last
+        found = wgmma.plan_tile(*problem, dataclasses.replace(this.tile, merge_w=merge_w))
+        assert isinstance(found, Plan), found
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wgmma, "plan_correlate_wgmma", plan)
+        if this.index64:
+            patch.setattr(planning, "INDEX_LIMIT", 0)
+        if this.patches:
+            patch.setattr(wgmma.Work, "boxes", patched)
+        yield
+
+
+@contextmanager
+def on_host(this: Case, sources: dict[str, str] | None = None) -> Iterator[None]:
+    """Run the correlations of NumPy arrays by this case's kernel within the context."""
+    with planned_with(this), gradients_on_host("correlate_wgmma", this.device, this.precision, sources=sources):
+        yield

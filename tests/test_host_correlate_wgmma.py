@@ -1,0 +1,164 @@
+"""The strided correlation for Hopper, executed on the host under sanitizers, as `test_host_gradients.py` does."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from gradients import check
+from host.build import kernel_sources, why_not
+from host_correlate_wgmma import (
+    EXTENTS,
+    LONGEST,
+    SHARED_BYTES,
+    Case,
+    cases,
+    on_host,
+    plan_for,
+    read_by_vectors,
+    smallest,
+    whole_rows,
+)
+from host_gradients import specialisation
+from hypothesis import given, seed, settings
+from strategies import Problem, problems
+from test_host_faults import UNWRITTEN, VALUES, plant
+
+from cuconvt.plan import Device
+from cuconvt.plan_correlate_wgmma import Tile
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+EXAMPLES = settings().max_examples // 150  # geometries drawn for a specialisation
+BUDGET = 0.05  # a wgmma of 128 threads takes longer than its products
+CASES = cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_geometry(name: str) -> None:
+    this = CASES[name]
+    rank = len(this.spec.kernel)
+    with on_host(this):
+
+        @seed(len(name))
+        @settings(max_examples=EXAMPLES, derandomize=False, database=None)
+        @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, BUDGET))
+        def every_problem(problem: Problem) -> None:
+            check("input", problem, this.dtype, precision=this.precision)
+
+        for extent in EXTENTS[rank]:
+            check("input", smallest(this.spec, extent), this.dtype, precision=this.precision)
+        for problem in whole_rows(this):
+            check("conv", problem, this.dtype, precision=this.precision)
+        every_problem()
+
+
+def test_every_kind_of_tile_is_reached() -> None:
+    """Each macro and each way to read x has its cases."""
+    reached = Counter()
+    for this in CASES.values():
+        plans = [
+            plan_for(this, problem)
+            for problem in (smallest(this.spec, EXTENTS[len(this.spec.kernel)][0]), *whole_rows(this))
+        ]
+        for plan in plans:
+            d = dict(plan.defines)
+            reached[f"vectors {read_by_vectors(plan)}, last {d['X_CHANNELS_LAST']}"] += 1
+            for name in (
+                "MERGE_W",
+                "RESIDENT",
+                "TAKE_TURNS",
+                "OUT_CHANNELS_LAST",
+                "INDEX64",
+                "WORKERS",
+                "STAGER_GROUPS",
+            ):
+                reached[f"{name} {d[name]}"] += 1
+            live = min(d["KERNEL_W"], d["STRIDE_W"])
+            reached["classes one by one"] += d["CLASSES"] < live
+            reached["a slot a class"] += d["SLOT_CLASSES"] < d["CLASSES"]
+            reached["classes of unequal taps"] += live > 1 and d["KERNEL_W"] % d["STRIDE_W"] > 0
+    for kind in (
+        *(f"vectors {vectors}, last {last}" for vectors in (False, True) for last in (0, 1)),
+        *(
+            f"{name} {value}"
+            for name in ("MERGE_W", "RESIDENT", "TAKE_TURNS", "OUT_CHANNELS_LAST", "INDEX64")
+            for value in (0, 1)
+        ),
+        *(f"{name} {value}" for name in ("WORKERS", "STAGER_GROUPS") for value in (1, 2)),
+        "classes one by one",
+        "classes of unequal taps",
+    ):
+        assert reached[kind], kind
+
+
+# ---- planted faults --------------------------------------------------------------------------------------------------
+
+
+def faulty_case(tile: Tile) -> Case:
+    """Return a case with two boxes along every axis, two chunks of channels and classes of two taps and of one."""
+    spec = specialisation((3, 3), (2, 2), (1, 1), (12, 33), (False, False))
+    return Case(spec, "bfloat16", None, Device(90, 1, SHARED_BYTES), tile)
+
+
+PASSING = faulty_case(Tile(1, 1, 1, 2, False, 2, 2, 3, False, False, False, 2, classes=2))
+MERGED = faulty_case(Tile(1, 1, 2, 2, True, 2, 2, 3, False, False, False, 2, classes=2))
+IN_USE = "with no wait for it|with no barrier in between|a GPU may miss it|arrives at|a bulk copy wrote"
+# A replacement in the source, the message of the check that must catch it, and the case.
+FAULTS = {
+    "no wait for x": ("            x_ring.wait_until_full();\n", "", UNWRITTEN + "|" + IN_USE, PASSING),
+    "no wait for weights": ("weight_ring.wait_until_full();", "", UNWRITTEN + "|" + IN_USE, PASSING),
+    "no wait for a free stage": ("ring.wait_until_free();\n                stage_x", "stage_x", IN_USE, PASSING),
+    "items of the next box too early": ("warps_sync(1, STAGERS);  // nobody", "// nobody", IN_USE, PASSING),
+    "rows of no use that nobody wrote": ("stages[i] = Piece{{0, 0, 0, 0}};", ";", UNWRITTEN, PASSING),
+    "a run that begins with another class": (
+        "HAS_RUNS ? class_of_run(p) : 0;",
+        "0;",
+        VALUES + "|" + IN_USE + "|" + UNWRITTEN,
+        PASSING,
+    ),
+    "an element of another class": (
+        "from[i * across]",
+        "from[0]",
+        VALUES + "|heap-buffer-overflow|belong to no",
+        PASSING,
+    ),
+    "an element beyond the row": (
+        "within(at_w + c * DILATION_W, p.x_extent[2])",
+        "within(at_w, p.x_extent[2])",
+        VALUES + "|heap-buffer-overflow|belong to no",
+        PASSING,
+    ),
+    "a tap of another class": ("+ of.number) * PIECES", "+ 0) * PIECES", VALUES, MERGED),
+    "weights of the classes in another order": (
+        "+ before) * SETS_W",
+        "+ 0) * SETS_W",
+        VALUES + "|wrote|which thread",
+        PASSING,
+    ),
+    "narrower products without a wait": (
+        "if (LAGS && columns_of(slot) != ",
+        "if (false && columns_of(slot) != ",
+        "accumulators overlap",
+        MERGED,
+    ),
+    "merged taps that are not shifted": ("NEXT_TAP = SUM_ROWS + AxisW::HOP", "NEXT_TAP = SUM_ROWS", VALUES, MERGED),
+}
+
+
+def run(this: Case, sources: dict[str, str]) -> None:
+    with on_host(this, sources):
+        for problem in (smallest(this.spec, (9, 19), (1, 1)), *whole_rows(this)[1:2]):
+            check("input", problem, this.dtype)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name: str) -> None:
+    before, after, caught_by, this = FAULTS[name]
+    with pytest.raises(AssertionError, match=caught_by):
+        run(this, plant(kernel_sources("correlate_wgmma.cu"), before, after))
+
+
+@pytest.mark.parametrize("this", [PASSING, MERGED])
+def test_without_a_fault_nothing_is_caught(this: Case) -> None:
+    run(this, kernel_sources("correlate_wgmma.cu"))
