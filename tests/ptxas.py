@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import re
@@ -58,15 +60,17 @@ def measure_all(jobs: Iterable[Job]) -> dict[Job, dict[str, int] | str]:
     waiting = list(jobs)
     if not waiting:
         return results
-    with _pool(len(os.sched_getaffinity(0))) as pool:
-        futures = {job: pool.submit(measure, job) for job in waiting}
+    with contextlib.suppress(BrokenProcessPool):  # a crash takes the whole pool along: look for it one by one
+        futures = {job: _all_cores().submit(measure, job) for job in waiting}
         for job, future in futures.items():
             try:
                 results[job] = future.result()
-            except BrokenProcessPool:  # a crash takes the whole pool along: look for it one by one
-                break
+            except BrokenProcessPool:
+                raise
             except Exception as error:
                 results[job] = str(error)
+    if len(results) < len(waiting):
+        _all_cores.cache_clear()
     for job in waiting:
         if job not in results:
             with _pool(1) as pool:
@@ -75,6 +79,13 @@ def measure_all(jobs: Iterable[Job]) -> dict[Job, dict[str, int] | str]:
                 except BrokenProcessPool:
                     results[job] = "the compiler crashed"
     return results
+
+
+@functools.cache
+def _all_cores() -> Any:
+    """Return a pool, the same for all calls, as its processes are slow to start; xdist's workers share the cores."""
+    runs = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    return _pool(max(1, len(os.sched_getaffinity(0)) // runs))
 
 
 def _pool(workers: int) -> Any:

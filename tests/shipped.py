@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 from described import DEVICES, channels_last, contiguous, geometry_of
 from host.backend import plan_or_refusal
 from strategies import DTYPES, case
 
+from cuconvt.geometry import Geometry
 from cuconvt.plan import Layout, Plan
 
 # Channels of a group, in and out.
@@ -17,14 +20,21 @@ CHANNELS = {
     "correlate": ((1, 1), (3, 5), (9, 2), (16, 8), (48, 33)),
     "correlate_few_channels": ((1, 1), (1, 3), (2, 9), (9, 1)),
     "correlate_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
+    "correlate_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64), (256, 128)),
     "few_channels": tuple(itertools.product((1, 3, 9), (1, 2, 3, 4, 9))),
     "gather": tuple(itertools.product((1, 2, 3, 8, 9), (1, 2, 3, 5, 8, 9, 16, 24, 33, 48))),
     "phase_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
     "phase_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
     "weight_gradient": ((1, 1), (3, 5), (9, 2), (16, 8), (48, 33)),
+    "weight_gradient_few_channels": ((1, 1), (1, 3), (2, 9), (9, 1)),
     "weight_gradient_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
 }
-GROUPS = {"correlate_few_channels": (1, 2, 64), "few_channels": (1, 2, 3, 64), "weight_gradient": (1, 6)}
+GROUPS = {
+    "correlate_few_channels": (1, 2, 64),
+    "few_channels": (1, 2, 3, 64),
+    "weight_gradient": (1, 6),
+    "weight_gradient_few_channels": (1, 2, 64),
+}
 # Kernel, stride and dilation of one axis; all axes of a problem have the same, but for the last ones.
 AXES = ((1, 1, 1), (2, 2, 1), (3, 1, 1), (3, 2, 1), (3, 2, 2), (4, 2, 1), (3, 1, 2), (5, 1, 1), (5, 3, 2), (7, 4, 3))
 UNEQUAL = {
@@ -51,21 +61,34 @@ OF_THE_PROBLEM = (
     "SHIFT_W",
     "X_STRIDE_W",
     "OUT_STRIDE_W",
+    "Y_STRIDE_W",
 )
 # Macros that hardly change what registers hold: constants of addresses, trip counts of loops at run time, one 16-bit
 # type for the other (PRECISION tells them from float32). Of plans that differ in these alone, one is compiled.
 ALIKE = {
+    "correlate_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
     "phase_gemm": ("KERNEL_D", "STRIDE_D", "DILATION_D", "WARPS_", "EARLY", "SHARED_BYTES", "DTYPE"),
     "phase_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
 }
 # Of float32, where they make another kernel.
-PRECISIONS = dict.fromkeys(("correlate", "few_channels", "gather", "weight_gradient"), ("ieee",))
+SIMT = (
+    "correlate",
+    "correlate_few_channels",
+    "few_channels",
+    "gather",
+    "weight_gradient",
+    "weight_gradient_few_channels",
+)
+PRECISIONS = dict.fromkeys(SIMT, ("ieee",))
+
+
+Request = tuple[Geometry, str, Layout, str | None]  # with dtype and precision
 
 
 @functools.cache
-def shipped(family: str, arch: int) -> tuple[Plan, ...]:
-    """Return plans of one family for a device, one for each specialisation."""
-    found = {}
+def requests(family: str) -> tuple[Request, ...]:
+    """Return the problems that one family is planned for."""
+    found = []
     for rank, dtype in itertools.product((1, 2, 3), DTYPES):
         axes = [tuple((value,) * rank for value in axis) for axis in AXES]
         for kernel, stride, dilation in (*axes, *UNEQUAL.get(rank, ())):
@@ -81,9 +104,34 @@ def shipped(family: str, arch: int) -> tuple[Plan, ...]:
                         bias=1,
                         out=strides((1, channels, *geometry.out_extent)),
                     )
-                    plan = plan_or_refusal(family, geometry, dtype, layout, precision, DEVICES[arch])
-                    if isinstance(plan, Plan):
-                        found.setdefault(plan.defines, plan)
+                    found.append((geometry, dtype, layout, precision))
+    return tuple(found)
+
+
+def plans_of(family: str, arch: int, requests: Iterable[Request]) -> Iterator[Plan]:
+    """Yield the plans of one family for a device, without the problems that it refuses."""
+    for request in requests:
+        plan = plan_or_refusal(family, *request, DEVICES[arch])
+        if isinstance(plan, Plan):
+            yield plan
+
+
+@functools.cache
+def shipped(family: str, arch: int) -> tuple[Plan, ...]:
+    """Return plans of one family for a device, one for each specialisation."""
+    return _distinct(plans_of(family, arch, requests(family)))
+
+
+def some_of(family: str, arch: int, count: int) -> tuple[Plan, ...]:
+    """Return so many of them, others for each device; few problems are planned."""
+    shuffled = random.Random(arch).sample(requests(family), len(requests(family)))
+    return _distinct(itertools.islice(plans_of(family, arch, shuffled), count))
+
+
+def _distinct(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    found: dict[tuple[tuple[str, int], ...], Plan] = {}
+    for plan in plans:
+        found.setdefault(plan.defines, plan)
     return tuple(found.values())
 
 
