@@ -16,8 +16,6 @@ from math import gcd, prod
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
-    DTYPE_CODES,
     Device,
     Ints,
     Layout,
@@ -28,7 +26,7 @@ from cuconvt.plan import (
     weight_strides,
 )
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, PRECISION_CODES, _out_vector, _x_vector
+from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _x_vector
 from cuconvt.plan_phase_wgmma import (
     BOX_CLOCKS,
     CHUNK_CLOCKS,
@@ -126,36 +124,9 @@ def plan_tile(
         return Refusal("correlate_wgmma", f"counts boxes in 31 bits, got {blocks}")
     index64 = reads_need_64_bits(geometry, layout, box.extent)
     x_vector = work.reads_vectors(tile, g, read)
-    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
-    worker_registers, stager_registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
-    defines = (
-        ("DTYPE", DTYPE_CODES[dtype]),
-        ("PRECISION", PRECISION_CODES[precision]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
-        ("WORKERS", tile.workers),
-        ("STAGER_GROUPS", tile.stagers),
-        ("TILES_M", tile.tiles_m),
-        ("TILES_C", tile.tiles_c),
-        ("MERGE_W", int(tile.merge_w)),
-        ("CLASSES", tile.classes),
-        ("SLOT_CLASSES", tile.slot_classes),
-        ("K_STEPS", tile.k_steps),
-        ("X_STAGES", tile.x_stages),
-        ("RING", tile.ring),
-        ("RESIDENT", int(tile.resident)),
-        ("TAKE_TURNS", int(tile.take_turns)),
-        ("X_CHANNELS_LAST", int(read.x_channels_last)),
-        ("OUT_CHANNELS_LAST", int(read.out_channels_last)),
-        ("OUT_VECTOR", int(read.out_channels_last and _out_vector(g, read, work.shape.itemsize))),
-        ("INDEX64", int(index64)),
-        ("MIN_BLOCKS", tile.min_blocks),
-        ("WORKER_REGISTERS", worker_registers),
-        ("STAGER_REGISTERS", stager_registers),
-    )
+    own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes}
+    registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
+    defines = phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers, index64)
     slots = g.groups * tiles_c * work.slots(tile)
     weights = g.groups * tiles_c if tile.resident else 1
     return Plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, gcd, log, prod
 
@@ -157,37 +157,9 @@ def plan_tile(
     if blocks > MAX_BLOCKS:
         return Refusal("phase_wgmma", f"counts boxes in 31 bits, got {blocks}")
     index64 = needs_64_bits(geometry, layout, box.extent)
-    per_axis = {"KERNEL": geometry.kernel, "STRIDE": geometry.stride, "DILATION": geometry.dilation}
-    worker_registers, stager_registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
-    defines = (
-        ("DTYPE", DTYPE_CODES[dtype]),
-        ("PRECISION", PRECISION_CODES[precision]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
-        ("WORKERS", tile.workers),
-        ("STAGER_GROUPS", tile.stagers),
-        ("TILES_M", tile.tiles_m),
-        ("TILES_C", tile.tiles_c),
-        ("MERGE_W", int(tile.merge_w)),
-        ("K_STEPS", tile.k_steps),
-        ("X_STAGES", tile.x_stages),
-        ("RING", tile.ring),
-        ("RESIDENT", int(tile.resident)),
-        ("TAKE_TURNS", int(tile.take_turns)),
-        ("ALL_PHASES", int(tile.all_phases)),
-        ("SLIDES", int(tile.slides)),
-        ("HALF_K", int(tile.half_k)),
-        ("X_CHANNELS_LAST", int(layout.x_channels_last)),
-        ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
-        ("OUT_VECTOR", int(layout.out_channels_last and _out_vector(geometry, layout, work.shape.itemsize))),
-        ("INDEX64", int(index64)),
-        ("MIN_BLOCKS", tile.min_blocks),
-        ("WORKER_REGISTERS", worker_registers),
-        ("STAGER_REGISTERS", stager_registers),
-    )
+    own = {"ALL_PHASES": tile.all_phases, "SLIDES": tile.slides, "HALF_K": tile.half_k}
+    registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
+    defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers, index64)
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
     slots = geometry.groups * tiles_c * chunks * geometry.kernel[0] * geometry.kernel[1]
     return Plan(
@@ -210,6 +182,48 @@ def plan_tile(
         packed_words=slots * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,
+    )
+
+
+def wgmma_defines(
+    geometry: Geometry,
+    dtype: str,
+    layout: Layout,
+    precision: str | None,
+    tile: Tile,
+    own: Mapping[str, int],
+    registers: tuple[int, int],
+    index64: bool,
+) -> tuple[tuple[str, int], ...]:
+    """Return the macros of a kernel for Hopper: those that the kernels share, and its own ones."""
+    per_axis = {"KERNEL": geometry.kernel, "STRIDE": geometry.stride, "DILATION": geometry.dilation}
+    itemsize = 4 if dtype == "float32" else 2
+    return (
+        ("DTYPE", DTYPE_CODES[dtype]),
+        ("PRECISION", PRECISION_CODES[precision]),
+        *(
+            (f"{name}_{axis}", value)
+            for name, values in per_axis.items()
+            for axis, value in zip(AXES, values, strict=True)
+        ),
+        ("WORKERS", tile.workers),
+        ("STAGER_GROUPS", tile.stagers),
+        ("TILES_M", tile.tiles_m),
+        ("TILES_C", tile.tiles_c),
+        ("MERGE_W", int(tile.merge_w)),
+        ("K_STEPS", tile.k_steps),
+        ("X_STAGES", tile.x_stages),
+        ("RING", tile.ring),
+        ("RESIDENT", int(tile.resident)),
+        ("TAKE_TURNS", int(tile.take_turns)),
+        *((name, int(value)) for name, value in own.items()),
+        ("X_CHANNELS_LAST", int(layout.x_channels_last)),
+        ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
+        ("OUT_VECTOR", int(layout.out_channels_last and _out_vector(geometry, layout, itemsize))),
+        ("INDEX64", int(index64)),
+        ("MIN_BLOCKS", tile.min_blocks),
+        ("WORKER_REGISTERS", registers[0]),
+        ("STAGER_REGISTERS", registers[1]),
     )
 
 
