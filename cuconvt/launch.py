@@ -78,9 +78,8 @@ class _Arguments(threading.local):
     """
 
     def __init__(self, pointers: int, last: int):
-        words = (
-            ctypes.c_uint64 * (2 * pointers + 1)
-        )()  # where each pointer is, where the last argument is, the pointers
+        # Where each pointer is, where the last argument is, and the pointers.
+        words = (ctypes.c_uint64 * (2 * pointers + 1))()
         first = pointers + 1
         self.address = ctypes.addressof(words)
         words[:first] = [*(self.address + 8 * (first + i) for i in range(pointers)), last]

@@ -346,11 +346,9 @@ class Work:
 
     def held(self, tile: Tile) -> int:
         """Return the same of those that it holds."""
-        return (
-            self.sums(tile) // (self.live[0] if tile.all_phases else 1) * self.shape.kernel[0]
-            if tile.slides
-            else self.sums(tile)
-        )
+        if not tile.slides:
+            return self.sums(tile)
+        return self.sums(tile) // (self.live[0] if tile.all_phases else 1) * self.shape.kernel[0]
 
     def rows(self, tile: Tile) -> float:
         """Return the taps along D and H that a block multiplies, on average; of a slice if it slides."""
