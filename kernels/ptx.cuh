@@ -64,8 +64,38 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
           "f"(c[3]));
 }
 
-// Four matrices of 8 x 8 16-bit numbers from shared memory: lane 8 i + row gives where that row of matrix i starts, and
-// receives two neighbours of column lane / 4 of each matrix.
+// For half as many 16-bit numbers along K, a and b have half as many words.
+__device__ __forceinline__ void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1],
+                                               const float (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+__device__ __forceinline__ void mma_m16n8k8_bf16(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1],
+                                                const float (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%8,%9,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+// Matrices of 8 rows of 16 bytes from shared memory: lane 8 i + row gives where that row of matrix i starts, and receives
+// word lane % 4 of row lane / 4 of each matrix.
+__device__ __forceinline__ void load_matrix_x4(unsigned (&r)[4], const void* shared_row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((unsigned)__cvta_generic_to_shared(shared_row))
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_x2(unsigned (&r)[2], const void* shared_row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"((unsigned)__cvta_generic_to_shared(shared_row))
+                 : "memory");
+}
+
+// The same of 16-bit numbers, and each lane receives two neighbours of column lane / 4 of each matrix.
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&r)[4], const void* shared_row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -293,4 +323,53 @@ template <int COUNT> __device__ __forceinline__ void take_registers() {
 }
 template <int COUNT> __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// ---- products with A in registers (sm_90a) ---------------------------------------------------------------------------
+// a[0..3] are as in mma_m16n8k16, warp w of the warpgroup with rows 16 w and on. Nobody may write to them before the wait
+// for the product.
+
+#define WGMMA_OF_REGISTERS(N, A0, A1, A2, A3, B, ACCUMULATE, TYPES, LAYOUT)                                                     \
+    if constexpr (COLUMNS == N)                                                                                            \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES     \
+                 " {" LIST_##N "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1" LAYOUT ";\n}"                 \
+                 : D_##N                                                                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate))
+#define WGMMA_OF_REGISTERS_OF_ALL_WIDTHS(TYPES, LAYOUT) \
+    WGMMA_OF_REGISTERS(8, 4, 5, 6, 7, 8, 9, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(16, 8, 9, 10, 11, 12, 13, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(24, 12, 13, 14, 15, 16, 17, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(32, 16, 17, 18, 19, 20, 21, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(40, 20, 21, 22, 23, 24, 25, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(48, 24, 25, 26, 27, 28, 29, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(56, 28, 29, 30, 31, 32, 33, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(64, 32, 33, 34, 35, 36, 37, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(72, 36, 37, 38, 39, 40, 41, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(80, 40, 41, 42, 43, 44, 45, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(88, 44, 45, 46, 47, 48, 49, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(96, 48, 49, 50, 51, 52, 53, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(104, 52, 53, 54, 55, 56, 57, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(112, 56, 57, 58, 59, 60, 61, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(120, 60, 61, 62, 63, 64, 65, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(128, 64, 65, 66, 67, 68, 69, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(136, 68, 69, 70, 71, 72, 73, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(144, 72, 73, 74, 75, 76, 77, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(152, 76, 77, 78, 79, 80, 81, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(160, 80, 81, 82, 83, 84, 85, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(168, 84, 85, 86, 87, 88, 89, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(176, 88, 89, 90, 91, 92, 93, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(184, 92, 93, 94, 95, 96, 97, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(192, 96, 97, 98, 99, 100, 101, TYPES, LAYOUT);
+
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_f16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4],
+                                                      unsigned long long b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
+    WGMMA_OF_REGISTERS_OF_ALL_WIDTHS("k16.f32.f16.f16", ", 0")
+}
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_bf16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4],
+                                                       unsigned long long b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
+    WGMMA_OF_REGISTERS_OF_ALL_WIDTHS("k16.f32.bf16.bf16", ", 0")
 }

@@ -12,6 +12,8 @@ try:
     import torch
 except ImportError:
     torch = None
+else:
+    torch.set_num_threads(1)  # problems are small; threads of several test processes would wait for each other's cores
 
 
 @dataclass(frozen=True)

@@ -362,10 +362,20 @@ def test_floats_round_to_tf32() -> None:
     assert np.array_equal(rounded[normal], np.ldexp(away, exponent - 11).astype(np.float32))
 
 
-@pytest.mark.parametrize("name", ["tf32", "f16", "bf16"])
+# Depth of a product, and type of its operands.
+PRODUCTS = {
+    "tf32": (8, np.float32),
+    "f16": (16, np.float16),
+    "bf16": (16, DTYPES["bfloat16"]),
+    "half_f16": (8, np.float16),
+    "half_bf16": (8, DTYPES["bfloat16"]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
 def test_fragments_multiply_as_matrices(name: str) -> None:
     rng = np.random.default_rng(0)
-    depth, dtype = {"tf32": (8, np.float32), "f16": (16, np.float16), "bf16": (16, DTYPES["bfloat16"])}[name]
+    depth, dtype = PRODUCTS[name]
     a, b = rng.standard_normal((16, depth)).astype(dtype), rng.standard_normal((depth, 8)).astype(dtype)
     c, d = rng.standard_normal((16, 8)).astype(np.float32), np.empty((16, 8), np.float32)
     words = [np.ascontiguousarray(matrix).view(np.uint32) for matrix in (a, b.T)]
@@ -376,7 +386,7 @@ def test_fragments_multiply_as_matrices(name: str) -> None:
     assert np.array_equal(d, exact.astype(np.float32))
 
 
-@pytest.mark.parametrize("entry", ["load_as_they_are", "load_transposed"])
+@pytest.mark.parametrize("entry", ["load_as_they_are", "load_in_pairs", "load_transposed"])
 def test_matrices_are_loaded_by_rows_or_columns(entry: str) -> None:
     matrices = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
     words = np.empty((4, 32), np.uint32)

@@ -58,6 +58,22 @@ def test_wgmma_multiplies_matrices(entry: str, layout: str) -> None:
     np.testing.assert_allclose(d, exact.astype(np.float32), rtol=2**-22, atol=2**-22)
 
 
+@pytest.mark.parametrize("where", [(0, 128, 256), (48, 1280, 160), (16 * 1024, 4096, 128)])
+@pytest.mark.parametrize("entry", ["f16_24", "bf16_64"])
+def test_wgmma_multiplies_registers(entry: str, where: tuple[int, int, int]) -> None:
+    name, columns = entry.split("_")[0], int(entry.split("_")[1])
+    dtype, rng = TYPES[name], np.random.default_rng(0)
+    a, b = (rng.integers(-9, 10, (rows, 16)).astype(dtype) for rows in (64, columns))
+    image, d = np.zeros(227 * 1024, np.uint8), np.empty((64, columns), np.float32)
+    place_rows(image, b, *where)
+    # Thread 32 w + 4 g + t has words t and t + 4 of rows 16 w + g and 16 w + g + 8.
+    words = np.ascontiguousarray(a).view(np.uint32).reshape(4, 2, 8, 2, 4).transpose(0, 2, 4, 3, 1)
+    numbers = dict(zip(("b", "piece", "group"), where, strict=True))
+    arguments = {"image": image.view(np.uint32), "pieces": image.size // 16, "a": np.ascontiguousarray(words)}
+    launch(FILE, f"registers_{entry}", 128, {**arguments, **numbers, "out": d}, shared_bytes=image.size)
+    assert np.array_equal(d, a.astype(np.float32) @ b.astype(np.float32).T)
+
+
 def triple(sources: dict[str, str]) -> None:
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-9, 10, (rows, 16)).astype(np.float16) for rows in (64, 8))

@@ -14,7 +14,7 @@ from pathlib import Path
 from cuconvt.compile import Defines, cache_folder, kernel_folder
 
 HERE = Path(__file__).parent
-RUNTIME = ("main.cpp", "memory.cpp", "threads.cpp", "order.cpp", "barriers.cpp", "wgmma.cpp")
+RUNTIME = ("main.cpp", "memory.cpp", "threads.cpp", "order.cpp", "barriers.cpp", "mma.cpp", "wgmma.cpp")
 DEBUG = bool(os.environ.get("HOST_DEBUG"))
 STANDARD = ("-std=c++17", "-g" if DEBUG else "-g1")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -53,12 +53,19 @@ def kernel_sources(file: str) -> dict[str, str]:
 
 
 def program(sources: Mapping[str, str], file: str, entry: str, defines: Defines = ()) -> Path:
-    """Return the program that runs the kernel `entry` of the given file, from the cache or compiled now."""
-    macros = [f"-DKERNEL={entry}", *(f"-D{name}={value}" for name, value in defines)]
-    flags = (*STANDARD, *KERNEL, *macros)
-    target = _folder() / f"{entry}-{_digest(file, *flags, *_flat(_runtime_texts()), *_flat(sources))}"
-    if target.exists():
-        return target
+    """Return the program that runs the kernel `entry` of the given file, from the cache or compiled now.
+
+    All kernels of a file are one program, which has a name for each of them.
+    """
+    family = Path(file).stem
+    entries = [name for name in (family, f"{family}_pack", f"{family}_add") if f" {name}(" in sources[file]]
+    entries = entries if entry in entries else [entry]
+    macros = ["-DKERNELS=" + " ".join(f"KERNEL({name})" for name in entries)]
+    flags = (*STANDARD, *KERNEL, *macros, *(f"-D{name}={value}" for name, value in defines))
+    digest = _digest(file, *flags, *_flat(_runtime_texts()), *_flat(sources))
+    targets = {name: _folder() / f"{name}-{digest}" for name in entries}
+    if all(target.exists() for target in targets.values()):
+        return targets[entry]
     # A folder of their own, so that a kernel finds the stand-in for the PTX header beside it.
     code = _folder() / f"source-{_digest(*_flat(sources))}"
     _write_all(code, sources)
@@ -67,8 +74,11 @@ def program(sources: Mapping[str, str], file: str, entry: str, defines: Defines 
         _compile(*flags, f'-DKERNEL_FILE="{code / file}"', f"-I{HERE}", "-c", HERE / "kernel.cpp", "-o", kernel)
         wrapped = (f"-Wl,--wrap={name}" for name in ACCESSES)
         _compile(*SANITIZE, *wrapped, kernel, *map(_runtime_object, RUNTIME), "-o", made)
-        os.replace(made, target)
-    return target
+        for name, target in targets.items():
+            link = Path(temporary) / name
+            os.link(made, link)
+            os.replace(link, target)
+    return targets[entry]
 
 
 def _runtime_object(name: str) -> Path:

@@ -91,4 +91,15 @@ std::string waits_at_barriers();  // who waits where, for messages
 void begin_wgmma();
 void end_wgmma();
 
+// ---- mma.cpp, wgmma.cpp: an element of an operand, at its place in a register
+
+inline float widen(uint32_t word, int place, Operands operands) {
+    if (operands == OF_TF32) return __uint_as_float(word & 0xffffe000u);
+    const uint32_t bits = word >> 16 * place & 0xffffu;
+    if (operands == OF_BF16) return __uint_as_float(bits << 16);
+    const uint32_t sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
+    if (magnitude >= 0x0f800000u) return __uint_as_float(sign | 0x70000000u | magnitude);  // Inf and NaN
+    return __uint_as_float(sign | magnitude) * 0x1p112f;  // denormals included
+}
+
 }  // namespace host

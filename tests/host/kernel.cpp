@@ -1,11 +1,9 @@
-// One specialisation of one kernel, from its unchanged source: KERNEL is its entry point, KERNEL_FILE its file.
+// One specialisation of the kernels of one file, from its unchanged source: KERNEL_FILE, with the entry points KERNELS, each
+// of them in KERNEL(...).
 #include <utility>
 
 #include "builtins.cuh"
 #include KERNEL_FILE
-
-#define HOST_TEXT(name) HOST_TEXT_OF(name)
-#define HOST_TEXT_OF(name) #name
 
 // Reads the launch's own memory, which is no argument of the kernel.
 template <class... A, size_t... I>
@@ -20,8 +18,7 @@ template <class... A> static void call(void (*kernel)(A...), void* const* argume
 
 namespace host {
 
-const char* const kernel_name = HOST_TEXT(KERNEL);
-
-void run_thread(void* const* arguments) { call(KERNEL, arguments); }
+#define KERNEL(name) {#name, [](void* const* arguments) { call(name, arguments); }},
+const Kernel kernels[] = {KERNELS {nullptr, nullptr}};
 
 }  // namespace host

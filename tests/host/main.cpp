@@ -1,5 +1,5 @@
 // Runs jobs: `program` reads them from standard input and answers each; `program JOB [BLOCK]` runs one from a file, or one
-// block of it, for a debugger. host/execute.py writes the jobs.
+// block of it, for a debugger. host/execute.py writes the jobs. The program's name begins with the kernel's, up to a hyphen.
 #include <sanitizer/common_interface_defs.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -12,7 +12,7 @@
 
 #include "internal.h"
 
-extern "C" const char* __asan_default_options() { return "abort_on_error=1:detect_leaks=0"; }
+extern "C" const char* __asan_default_options() { return "abort_on_error=1:detect_leaks=0:malloc_context_size=1"; }
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 
 namespace {
@@ -21,12 +21,13 @@ struct Job {
     uint32_t grid, block, shared_bytes, arguments, order, seed, pattern;
 };
 
+const host::Kernel* kernel;
 std::vector<void*> launch_arguments;
 bool in_kernel;
 
 void print_place() {
     if (!in_kernel) return;
-    fprintf(stderr, "  in kernel %s, block %u of %u, thread %u of %u\n", host::kernel_name, blockIdx.x, gridDim.x,
+    fprintf(stderr, "  in kernel %s, block %u of %u, thread %u of %u\n", kernel->name, blockIdx.x, gridDim.x,
             host::current, blockDim.x);
 }
 
@@ -40,6 +41,15 @@ void read_all(FILE* from, void* to, size_t size) {
         fprintf(stderr, "the job ends early\n");
         _exit(2);
     }
+}
+
+const host::Kernel* named(const char* program) {
+    const char* const slash = strrchr(program, '/');
+    const char* const name = slash ? slash + 1 : program;
+    for (const host::Kernel* k = host::kernels; k->name; ++k)
+        if (!strncmp(name, k->name, strlen(k->name)) && name[strlen(k->name)] == '-') return k;
+    fprintf(stderr, "%s names no kernel\n", program);
+    exit(2);
 }
 
 // Runs the next job; false at the end of the input.
@@ -87,7 +97,7 @@ bool run_job(FILE* from, FILE* to, long only_block) {
         host::begin_barriers();
         host::begin_wgmma();
         in_kernel = true;
-        host::run_block(job.block, [] { host::run_thread(launch_arguments.data()); }, (host::Order)job.order, job.seed + i);
+        host::run_block(job.block, [] { kernel->run_thread(launch_arguments.data()); }, (host::Order)job.order, job.seed + i);
         host::end_barriers();
         host::end_wgmma();
         in_kernel = false;
@@ -123,6 +133,7 @@ void fail(const char* format, ...) {
 
 int main(int count, char** values) {
     signal(SIGABRT, on_abort);
+    kernel = named(values[0]);
     if (count > 1) {
         FILE* job = fopen(values[1], "rb");
         FILE* nowhere = fopen("/dev/null", "wb");

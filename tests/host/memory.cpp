@@ -229,14 +229,19 @@ void begin_block(unsigned threads, size_t size, int pattern) {
     for (unsigned i = 0; i < threads; ++i) copies[i] = {};
 }
 
-void check(uintptr_t address, size_t size, bool write) {
-    if (address - stacks < MAX_THREADS * (GUARD + STACK)) return;
+bool check(uintptr_t address, size_t size, bool write) {
+    if (address - stacks < MAX_THREADS * (GUARD + STACK)) return false;
     const size_t offset = address - (uintptr_t)shared_bytes;
-    if (offset < MAX_SHARED) return access_shared(offset, size, write);
-    for (Array& array : arrays) {
-        if (address - array.begin < array.argument.size) return access_array(array, address - array.begin, size, write);
+    if (offset < MAX_SHARED) {
+        access_shared(offset, size, write);
+        return true;
     }
-    if (all_shared.holds(address) || image.holds(address) || __asan_region_is_poisoned((void*)address, size)) return;
+    for (Array& array : arrays) {
+        if (address - array.begin >= array.argument.size) continue;
+        access_array(array, address - array.begin, size, write);
+        return true;
+    }
+    if (all_shared.holds(address) || image.holds(address) || __asan_region_is_poisoned((void*)address, size)) return false;
     fail("%s %zu bytes that belong to no argument", write ? "writes" : "reads", size);
 }
 
@@ -352,7 +357,7 @@ void end_bulk_copy(uint32_t to, const void* from, uint32_t size) {
 #define HOST_ACCESS(kind, size, write)                              \
     extern "C" void __real___asan_##kind##size(uintptr_t address);  \
     extern "C" void __wrap___asan_##kind##size(uintptr_t address) { \
-        host::check(address, size, write);                          \
+        if (host::check(address, size, write)) return;              \
         __real___asan_##kind##size(address);                        \
     }
 #define HOST_ACCESSES(size) HOST_ACCESS(load, size, false) HOST_ACCESS(store, size, true)
@@ -365,7 +370,7 @@ HOST_ACCESSES(16)
 #define HOST_ACCESS_N(kind, write)                                              \
     extern "C" void __real___asan_##kind##N(uintptr_t address, size_t size);    \
     extern "C" void __wrap___asan_##kind##N(uintptr_t address, size_t size) {   \
-        host::check(address, size, write);                                      \
+        if (host::check(address, size, write)) return;                          \
         __real___asan_##kind##N(address, size);                                 \
     }
 HOST_ACCESS_N(load, false)

@@ -46,59 +46,20 @@ inline unsigned float_to_tf32(float value) {
 
 // ---- mma.sync ------------------------------------------------------------------------------------------------------
 
-struct HostMma {
-    float* d;
-    const unsigned *a, *b;
-    const float* c;
-};
-
-// D = A B + C for A of 16 x K and B of K x 8, each lane with its fragments. Element k of a fragment's row or column lies in
-// register k / (4 * PACKED), of lane k / PACKED % 4 of its group, at place k % PACKED. The sum is rounded once.
-template <int K, int PACKED, class Unpack> void host_mma(void* const* lanes, Unpack unpack) {
-    float a[16][K], b[K][8];
-    for (int k = 0; k < K; ++k) {
-        const int part = k / (4 * PACKED), member = k / PACKED % 4, place = k % PACKED;
-        for (int row = 0; row < 16; ++row) {
-            const HostMma& lane = *(const HostMma*)lanes[row % 8 * 4 + member];
-            a[row][k] = unpack(lane.a[2 * part + row / 8], place);
-        }
-        for (int column = 0; column < 8; ++column) {
-            const HostMma& lane = *(const HostMma*)lanes[column * 4 + member];
-            b[k][column] = unpack(lane.b[part], place);
-        }
-    }
-    for (int row = 0; row < 16; ++row) {
-        for (int column = 0; column < 8; ++column) {
-            const HostMma& lane = *(const HostMma*)lanes[row % 8 * 4 + column / 2];
-            const int i = row / 8 * 2 + column % 2;
-            double sum = lane.c[i];
-            for (int k = 0; k < K; ++k) sum += (double)a[row][k] * b[k][column];
-            lane.d[i] = (float)sum;
-        }
-    }
-}
-
 inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4]) {
-    HostMma mine = {d, a, b, c};
-    host::together(0xffffffffu, &mine, [](void* const* lanes, unsigned) {
-        host_mma<8, 1>(lanes, [](unsigned bits, int) { return __uint_as_float(bits & 0xffffe000u); });
-    });
+    host::mma(host::OF_TF32, 8, d, a, b, c);
 }
-
 inline void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4]) {
-    HostMma mine = {d, a, b, c};
-    host::together(0xffffffffu, &mine, [](void* const* lanes, unsigned) {
-        host_mma<16, 2>(lanes, [](unsigned bits, int place) {
-            return half_bits_to_float((unsigned short)(bits >> 16 * place));
-        });
-    });
+    host::mma(host::OF_F16, 16, d, a, b, c);
 }
-
 inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4]) {
-    HostMma mine = {d, a, b, c};
-    host::together(0xffffffffu, &mine, [](void* const* lanes, unsigned) {
-        host_mma<16, 2>(lanes, [](unsigned bits, int place) { return __uint_as_float(bits >> 16 * place << 16); });
-    });
+    host::mma(host::OF_BF16, 16, d, a, b, c);
+}
+inline void mma_m16n8k8_f16(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1], const float (&c)[4]) {
+    host::mma(host::OF_F16, 8, d, a, b, c);
+}
+inline void mma_m16n8k8_bf16(float (&d)[4], const unsigned (&a)[2], const unsigned (&b)[1], const float (&c)[4]) {
+    host::mma(host::OF_BF16, 8, d, a, b, c);
 }
 
 // ---- ldmatrix ------------------------------------------------------------------------------------------------------
@@ -109,17 +70,19 @@ struct HostRow {
 };
 
 // Lane 8 * i + row holds that row of matrix i. Lane l receives two neighbours of row l / 4, or of that column.
-template <bool TRANSPOSED> void host_load_matrix_x4(unsigned (&r)[4], const void* shared_row) {
+template <bool TRANSPOSED, int MATRICES> void host_load_matrices(unsigned (&r)[MATRICES], const void* shared_row) {
     struct alignas(16) Row {
         unsigned short value[8];
     };
-    const Row row = *(const Row*)shared_row;
-    HostRow mine;
-    for (int i = 0; i < 8; ++i) mine.value[i] = row.value[i];
+    HostRow mine = {};
+    if (threadIdx.x % 32 < 8 * MATRICES) {  // the other lanes' addresses are ignored
+        const Row row = *(const Row*)shared_row;
+        for (int i = 0; i < 8; ++i) mine.value[i] = row.value[i];
+    }
     mine.r = r;
     host::together(0xffffffffu, &mine, [](void* const* lanes, unsigned) {
         for (int lane = 0; lane < 32; ++lane) {
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < MATRICES; ++i) {
                 unsigned packed = 0;
                 for (int place = 0; place < 2; ++place) {
                     const int across = lane % 4 * 2 + place, down = lane / 4;
@@ -132,10 +95,11 @@ template <bool TRANSPOSED> void host_load_matrix_x4(unsigned (&r)[4], const void
     });
 }
 
-inline void load_matrix_x4(unsigned (&r)[4], const void* shared_row) { host_load_matrix_x4<false>(r, shared_row); }
+inline void load_matrix_x4(unsigned (&r)[4], const void* shared_row) { host_load_matrices<false>(r, shared_row); }
+inline void load_matrix_x2(unsigned (&r)[2], const void* shared_row) { host_load_matrices<false>(r, shared_row); }
 
 inline void load_matrix_x4_transposed(unsigned (&r)[4], const void* shared_row) {
-    host_load_matrix_x4<true>(r, shared_row);
+    host_load_matrices<true>(r, shared_row);
 }
 
 inline void issue_in_order() {}
@@ -201,3 +165,16 @@ inline void copy_bulk(void* shared, const void* global, unsigned bytes, Barrier*
     host::copy_bulk(shared, global, bytes, barrier);
 }
 inline void warps_sync(int barrier, int threads) { host::warps_sync(barrier, threads); }
+
+// ---- wgmma with A in registers ---------------------------------------------------------------------------------------
+
+template <int COLUMNS>
+void wgmma_f16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
+    host::wgmma_of_registers(host::OF_F16, COLUMNS, d, a, b, accumulate);
+}
+template <int COLUMNS>
+void wgmma_bf16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
+    host::wgmma_of_registers(host::OF_BF16, COLUMNS, d, a, b, accumulate);
+}

@@ -49,7 +49,8 @@ void add_array(const Argument& argument, unsigned char* data, const unsigned cha
 int64_t first_unwritten(const unsigned char* data);  // byte of an output that no thread wrote, or -1
 void begin_block(unsigned threads, size_t shared_bytes, int pattern);
 
-void check(uintptr_t address, size_t size, bool write);
+// Whether it is within an array or dynamic shared memory, so that nothing is left for AddressSanitizer to check.
+bool check(uintptr_t address, size_t size, bool write);
 
 // An asynchronous copy of `size` bytes, of which those from `bytes` on are zeros. It lands at the wait that covers it.
 void copy_async(void* shared, const void* global, unsigned size, int bytes);
@@ -71,11 +72,17 @@ void barrier_arrive(const void* barrier, uint32_t bytes);  // and announces so m
 void barrier_wait(const void* barrier, unsigned parity);
 void copy_bulk(void* shared, const void* global, uint32_t bytes, const void* barrier);
 
-// ---- wgmma.cpp: the tensor cores of a warpgroup
+// ---- mma.cpp: the tensor cores of a warp
 
 enum Operands { OF_TF32, OF_F16, OF_BF16 };
 
+void mma(Operands operands, int depth, float* d, const unsigned* a, const unsigned* b, const float* c);
+
+// ---- wgmma.cpp: the tensor cores of a warpgroup
+
 void wgmma(Operands operands, int columns, float* d, uint64_t a, uint64_t b, bool accumulate);
+// A is in registers.
+void wgmma_of_registers(Operands operands, int columns, float* d, const unsigned (&a)[4], uint64_t b, bool accumulate);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(unsigned pending);
@@ -88,7 +95,10 @@ void set_registers(int count);
 
 // ---- kernel.cpp
 
-extern const char* const kernel_name;
-void run_thread(void* const* arguments);
+struct Kernel {
+    const char* name;
+    void (*run_thread)(void* const* arguments);
+};
+extern const Kernel kernels[];  // up to one without a name
 
 }  // namespace host

@@ -31,6 +31,20 @@ MULTIPLY(multiply_tf32, mma_m16n8k8_tf32)
 MULTIPLY(multiply_f16, mma_m16n8k16_f16)
 MULTIPLY(multiply_bf16, mma_m16n8k16_bf16)
 
+// The same for four words along K.
+#define MULTIPLY_HALF(name, mma)                                                                     \
+    extern "C" __global__ void name(const unsigned* a, const unsigned* b, const float* c, float* d) { \
+        const int group = threadIdx.x / 4, member = threadIdx.x % 4;                                 \
+        const unsigned fragment_a[2] = {a[group * 4 + member], a[(group + 8) * 4 + member]};         \
+        const unsigned fragment_b[1] = {b[group * 4 + member]};                                      \
+        float sum[4];                                                                                \
+        for (int i = 0; i < 4; ++i) sum[i] = c[(group + i / 2 * 8) * 8 + member * 2 + i % 2];        \
+        mma(sum, fragment_a, fragment_b, sum);                                                       \
+        for (int i = 0; i < 4; ++i) d[(group + i / 2 * 8) * 8 + member * 2 + i % 2] = sum[i];        \
+    }
+MULTIPLY_HALF(multiply_half_f16, mma_m16n8k8_f16)
+MULTIPLY_HALF(multiply_half_bf16, mma_m16n8k8_bf16)
+
 // Four 8 x 8 matrices of 16-bit elements through shared memory; out[i][lane] holds lane's two elements of matrix i.
 template <bool TRANSPOSED> __device__ void load_matrices(const unsigned short* matrices, unsigned* out) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -45,6 +59,19 @@ template <bool TRANSPOSED> __device__ void load_matrices(const unsigned short* m
 
 extern "C" __global__ void load_as_they_are(const unsigned short* matrices, unsigned* out) {
     load_matrices<false>(matrices, out);
+}
+
+// Two at a time.
+extern "C" __global__ void load_in_pairs(const unsigned short* matrices, unsigned* out) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    unsigned short* const rows = reinterpret_cast<unsigned short*>(shared_bytes);
+    for (int i = threadIdx.x; i < 256; i += 32) rows[i] = matrices[i];
+    __syncwarp();
+    for (int pair = 0; pair < 2; ++pair) {
+        unsigned r[2];
+        load_matrix_x2(r, rows + pair * 128 + threadIdx.x % 16 * 8);
+        for (int i = 0; i < 2; ++i) out[(pair * 2 + i) * 32 + threadIdx.x] = r[i];
+    }
 }
 
 extern "C" __global__ void load_transposed(const unsigned short* matrices, unsigned* out) {

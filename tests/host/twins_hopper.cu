@@ -25,6 +25,27 @@ MULTIPLY(multiply_f16_24, 24, wgmma_f16)
 MULTIPLY(multiply_f16_128, 128, wgmma_f16)
 MULTIPLY(multiply_bf16_64, 64, wgmma_bf16)
 
+// The same with A in registers: `a` has a thread's four words one after the other.
+#define MULTIPLY_REGISTERS(name, columns, function)                                                                     \
+    extern "C" __global__ void name(const uint4* image, int pieces, const uint4* a, int b_start, int b_piece, int b_group,   \
+                                    float* d) {                                                                          \
+        extern __shared__ __align__(128) unsigned char shared_bytes[];                                                   \
+        for (int i = threadIdx.x; i < pieces; i += 128) reinterpret_cast<uint4*>(shared_bytes)[i] = image[i];            \
+        publish_shared_writes();                                                                                         \
+        __syncthreads();                                                                                                 \
+        const uint4 mine = a[threadIdx.x];                                                                               \
+        unsigned words[4] = {mine.x, mine.y, mine.z, mine.w};                                                            \
+        const int first = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * columns + threadIdx.x % 4 * 2;                \
+        float sum[columns / 2];                                                                                          \
+        wgmma_fence();                                                                                                   \
+        function<columns>(sum, words, describe(shared_bytes + b_start, b_piece, b_group), false);                           \
+        wgmma_commit();                                                                                                  \
+        wgmma_wait<0>();                                                                                                 \
+        for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2] = sum[i];           \
+    }
+MULTIPLY_REGISTERS(registers_f16_24, 24, wgmma_f16_of_registers)
+MULTIPLY_REGISTERS(registers_bf16_64, 64, wgmma_bf16_of_registers)
+
 // Three times A B, through static shared memory that bulk copies fill.
 extern "C" __global__ void triple(const uint4* a, const uint4* b, float* d) {
     __shared__ __align__(128) uint4 of_a[2][64], of_b[2][8];  // [piece][row]

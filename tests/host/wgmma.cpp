@@ -16,17 +16,19 @@ namespace {
 constexpr unsigned GROUP = 128;  // threads
 constexpr int ROWS = 64, MAX_COLUMNS = 256;
 constexpr uint32_t POISON = 0x7fc0dead;  // a NaN, in accumulators that are in use
+constexpr int ROW_WORDS = 8;             // of A
 
 struct Operation {
     Operands operands;
     int columns;
     uint64_t a, b;
-    bool accumulate;
+    bool accumulate, of_registers;
     size_t chain;
+    std::vector<uint32_t> words;  // of A, where it is in registers
 
     bool operator==(const Operation& o) const {
         return operands == o.operands && columns == o.columns && a == o.a && b == o.b && accumulate == o.accumulate &&
-               chain == o.chain;
+               of_registers == o.of_registers && chain == o.chain;
     }
 };
 
@@ -57,12 +59,21 @@ struct Result {
     uint64_t digest;
 };
 
+// Registers of A, and the operation that reads them.
+struct OpenA {
+    const uint32_t* a;
+    uint32_t words[4];
+    size_t operation;
+};
+
 struct Issuer {
     size_t operations, groups, chains;
     unsigned pending;  // of the wait
     bool fenced;
+    bool fenced_group;  // since the last commit
     int registers;
     std::vector<OpenChain> open;
+    std::vector<OpenA> open_a;
     std::vector<Result> results;  // in accumulators since the last fence
 };
 
@@ -85,15 +96,6 @@ void check_operand(uint64_t descriptor, int rows, unsigned warpgroup, int32_t ep
         for (int piece = 0; piece < 2; ++piece) read_by_wgmma(address_of(descriptor, row, piece), warpgroup, epoch);
 }
 
-float widen(uint32_t word, int place, Operands operands) {
-    if (operands == OF_TF32) return __uint_as_float(word & 0xffffe000u);
-    const uint32_t bits = word >> 16 * place & 0xffffu;
-    if (operands == OF_BF16) return __uint_as_float(bits << 16);
-    const uint32_t sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
-    if (magnitude >= 0x0f800000u) return __uint_as_float(sign | 0x70000000u | magnitude);  // Inf and NaN
-    return __uint_as_float(sign | magnitude) * 0x1p112f;  // denormals included
-}
-
 // to[row / 8][k][row % 8], for whole groups of eight rows.
 void load(double* to, uint64_t descriptor, int rows, Operands operands) {
     const int packed = operands == OF_TF32 ? 1 : 2, depth = 8 * packed;
@@ -109,11 +111,26 @@ void load(double* to, uint64_t descriptor, int rows, Operands operands) {
     }
 }
 
+// The same of A in registers.
+void load_registers(double* to, const Operation& operation) {
+    const int packed = operation.operands == OF_TF32 ? 1 : 2, depth = 8 * packed;
+    for (int row = 0; row < ROWS; ++row) {
+        for (int k = 0; k < depth; ++k) {
+            const uint32_t word = operation.words[(size_t)(row * ROW_WORDS + k / packed)];
+            to[(row / 8 * depth + k) * 8 + row % 8] = widen(word, k % packed, operation.operands);
+        }
+    }
+}
+
 // Each sum is rounded once.
 FOR_AVX2_TOO void execute(const Operation& operation, float* sums) {
     static double a[ROWS * 16], b[MAX_COLUMNS * 16];
     const int depth = operation.operands == OF_TF32 ? 8 : 16, columns = operation.columns;
-    load(a, operation.a, ROWS, operation.operands);
+    if (operation.of_registers) {
+        load_registers(a, operation);
+    } else {
+        load(a, operation.a, ROWS, operation.operands);
+    }
     load(b, operation.b, columns, operation.operands);
     for (int row = 0; row < ROWS; ++row) {
         const double* const of_row = a + row / 8 * depth * 8 + row % 8;
@@ -185,32 +202,60 @@ void take_result(const OpenChain& open, Chain& chain) {
     if (++chain.taken == GROUP) std::vector<float>().swap(chain.sums);
 }
 
-}  // namespace
-
-void wgmma_fence() {
-    issuers[current].fenced = true;
-    issuers[current].results.clear();
-}
-
-void wgmma(Operands operands, int columns, float* d, uint64_t a, uint64_t b, bool accumulate) {
-    start_clocks();
+// The operation that a thread issues next; the first one to come checks its operands for all.
+Operation& issue(const Operation& operation) {
     Issuer& me = issuers[current];
     const unsigned number = current / GROUP;
     Warpgroup& group = warpgroups[number];
-    if ((current | (GROUP - 1)) >= blockDim.x) fail("a wgmma in a warpgroup with fewer than four warps");
-    const Operation operation = {operands, columns, a, b, accumulate, open_chain(d, columns, accumulate).chain};
     if (me.operations == group.operations.size()) {
-        // The first thread to come checks for all. Nobody may write to the operands until the wait has brought the epoch.
+        // Nobody may write to the operands until the wait has brought the epoch.
         const int32_t epoch = group.first_epoch + (int32_t)me.groups + 1;
         epochs[TENSOR_CORES + number] = epoch;
-        check_operand(a, ROWS, number, epoch);
-        check_operand(b, columns, number, epoch);
+        if (!operation.of_registers) check_operand(operation.a, ROWS, number, epoch);
+        check_operand(operation.b, operation.columns, number, epoch);
         group.operations.push_back(operation);
         group.chains[operation.chain].end = group.operations.size();
     } else if (!(group.operations[me.operations] == operation)) {
         fail("the threads of a warpgroup issue different wgmma");
     }
-    ++me.operations;
+    return group.operations[me.operations++];
+}
+
+void check_registers(const OpenA& open) {
+    if (__asan_region_is_poisoned((void*)open.a, sizeof open.words)) {
+        fail("the registers with A of a wgmma are gone before the wait for it");
+    }
+    if (memcmp(open.a, open.words, sizeof open.words)) {
+        fail("a register with A of a wgmma was written before the wait for it");
+    }
+}
+
+}  // namespace
+
+void wgmma_fence() {
+    issuers[current].fenced = issuers[current].fenced_group = true;
+    issuers[current].results.clear();
+}
+
+void wgmma(Operands operands, int columns, float* d, uint64_t a, uint64_t b, bool accumulate) {
+    start_clocks();
+    if ((current | (GROUP - 1)) >= blockDim.x) fail("a wgmma in a warpgroup with fewer than four warps");
+    issue({operands, columns, a, b, accumulate, false, open_chain(d, columns, accumulate).chain, {}});
+}
+
+void wgmma_of_registers(Operands operands, int columns, float* d, const unsigned (&a)[4], uint64_t b, bool accumulate) {
+    start_clocks();
+    if ((current | (GROUP - 1)) >= blockDim.x) fail("a wgmma in a warpgroup with fewer than four warps");
+    Issuer& me = issuers[current];
+    if (!me.fenced_group) fail("a wgmma with A in registers without a wgmma_fence since the last commit");
+    const size_t chain = open_chain(d, columns, accumulate).chain;
+    me.open_a.push_back({a, {a[0], a[1], a[2], a[3]}, me.operations});
+    Operation& operation = issue({operands, columns, 0, b, accumulate, true, chain, {}});
+    operation.words.resize(ROWS * ROW_WORDS);
+    for (unsigned i = 0; i < 4; ++i) {
+        const unsigned row = current / 32 % 4 * 16 + current % 32 / 4 + i % 2 * 8;
+        operation.words[row * ROW_WORDS + current % 4 + i / 2 * 4] = a[i];
+    }
 }
 
 void wgmma_commit() {
@@ -219,6 +264,7 @@ void wgmma_commit() {
     if (me.groups == groups.size()) groups.push_back(me.operations);
     if (groups[me.groups] != me.operations) fail("the threads of a warpgroup commit different wgmma");
     ++me.groups;
+    me.fenced_group = false;
 }
 
 void wgmma_wait(unsigned pending) {
@@ -242,6 +288,7 @@ void wgmma_wait(unsigned pending) {
             for (; group.done < group.groups[groups - 1]; ++group.done) {
                 const Operation& operation = group.operations[group.done];
                 execute(operation, group.chains[operation.chain].sums.data());
+                std::vector<uint32_t>().swap(group.operations[group.done].words);
             }
             for (unsigned thread = first; thread < first + GROUP; ++thread) {
                 known[thread].of[TENSOR_CORES + number] = group.first_epoch + (int32_t)groups;
@@ -249,6 +296,15 @@ void wgmma_wait(unsigned pending) {
         }
         for (unsigned thread = first; thread < first + GROUP; ++thread) wake(thread);
     }
+    size_t still = 0;
+    for (const OpenA& open : me.open_a) {
+        if (open.operation >= group.done) {
+            me.open_a[still++] = open;
+        } else {
+            check_registers(open);
+        }
+    }
+    me.open_a.resize(still);
     for (size_t i = 0; i < me.open.size();) {
         Chain& chain = group.chains[me.open[i].chain];
         if (chain.end > group.done) {
