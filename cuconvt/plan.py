@@ -169,12 +169,13 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
     """
     from cuconvt.plan_few_channels import plan_few_channels
     from cuconvt.plan_gather import plan_gather
+    from cuconvt.plan_narrow_groups import plan_narrow_groups
     from cuconvt.plan_phase_gemm import plan_phase_gemm
     from cuconvt.plan_phase_wgmma import plan_phase_wgmma
 
     proposals = [
         family(geometry, dtype, layout, precision, device)
-        for family in (plan_phase_wgmma, plan_phase_gemm, plan_few_channels, plan_gather)
+        for family in (plan_phase_wgmma, plan_phase_gemm, plan_narrow_groups, plan_few_channels, plan_gather)
     ]
     return cheapest(geometry, dtype, precision, proposals)
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cuconvt import plan_few_channels, plan_gather, plan_phase_gemm, plan_phase_wgmma
+from cuconvt import plan_few_channels, plan_gather, plan_narrow_groups, plan_phase_gemm, plan_phase_wgmma
 from cuconvt.compile import _digest, _sources, cache_folder
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal, show
@@ -37,6 +37,9 @@ class Family(NamedTuple):
 FAMILIES = {
     "phase_wgmma": Family(plan_phase_wgmma.plan_phase_wgmma, plan_phase_wgmma.candidates, plan_phase_wgmma.Tile),
     "phase_gemm": Family(plan_phase_gemm.plan_phase_gemm, plan_phase_gemm.candidates, plan_phase_gemm.Tile),
+    "narrow_groups": Family(
+        plan_narrow_groups.plan_narrow_groups, plan_narrow_groups.candidates, plan_narrow_groups.Tile
+    ),
     "few_channels": Family(plan_few_channels.plan_few_channels, plan_few_channels.candidates, plan_few_channels.Tile),
     "gather": Family(plan_gather.plan_gather, plan_gather.candidates, plan_gather.Tile),
 }

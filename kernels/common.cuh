@@ -121,12 +121,13 @@ struct Problem {
     long long out_stride[5];  // N, C_out, D, H, W
     long long tiles[4];    // along D, H, W (in positions q of a phase) and along the channels of a group
     long long x_vector;    // whether x may be read 16 bytes at a time (8 bytes for rows of 16-bit elements)
-    long long out_vector;  // whether the result may be written four channels (channels-last) or one word at a time
+    long long out_vector;  // whether the result may be written some channels (channels-last) or one word at a time, or in what way
     long long magic[5];    // for dividing by the four tiles and by the groups, see `take`
     // Where a block's box of positions is a run-time matter:
     long long box[3];        // its extents along D, H, W
     long long plane;         // positions that are staged, and what is read beyond them
     long long patches[2];    // 8 x 8 patches of the box along H and W, or zeros: 64 positions in a row
+                             // (of narrow groups, whether the weights are as the call has them)
     long long blocks;        // boxes in all, for blocks that take one after the other
     long long box_magic[4];  // for dividing by what such a kernel has to
 };

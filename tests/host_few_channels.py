@@ -30,16 +30,27 @@ def cases() -> dict[str, dict[str, Any]]:
         # Channels-last, the number of groups and lanes is that of the program.
         groups = choose.choice((1, 3, 6)) if LAST in sides else None
         shift_w = min(choose.randrange(stride[-1]), dilation[-1] * (kernel[-1] - 1))
-        spec = Specialisation(kernel, stride, dilation, *CHANNELS[index % len(CHANNELS)], *sides, groups, shift_w)
+        spec = Specialisation(
+            kernel, stride, dilation, *CHANNELS[index % len(CHANNELS)], *sides, groups, along_w(rank, shift_w)
+        )
         fields = {"device": choose.choice(list(DEVICES.values())), "index64": choose.random() < 0.2}
         found[f"{index}-{dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
-    several_tiles = Specialisation((3,), (2,), (1,), 2, 19, LAST, LAST, 1, 0)  # of lanes, the last one ragged
+    several_tiles = Specialisation((3,), (2,), (1,), 2, 19, LAST, LAST, 1, (0,))  # of lanes, the last one ragged
     found["channels-19"] = {"spec": several_tiles, "dtype": "float32"}
-    found["two-lanes"] = {"spec": Specialisation((2, 4), (1, 2), (1, 1), 1, 1, LAST, LAST, 2, 1), "dtype": "float16"}
+    found["two-lanes"] = {
+        "spec": Specialisation((2, 4), (1, 2), (1, 1), 1, 1, LAST, LAST, 2, (None, 1)),
+        "dtype": "float16",
+    }
     # The batch next to each other, or, of one sample, the channels.
-    reversed_axes = Specialisation((2, 3), (2, 2), (1, 1), 1, 1, ("transposed", "broadcast"), ("transposed",), 3, 1)
+    reversed_axes = Specialisation(
+        (2, 3), (2, 2), (1, 1), 1, 1, ("transposed", "broadcast"), ("transposed",), 3, (None, 1)
+    )
     found["reversed-axes"] = {"spec": reversed_axes, "dtype": "float32"}
     return found
+
+
+def along_w(rank: int, shift: int) -> tuple[int | None, ...]:
+    return (*(None,) * (rank - 1), shift)
 
 
 def box(defines: dict[str, int]) -> Ints:

@@ -23,6 +23,7 @@ CHANNELS = {
     "correlate_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64), (256, 128)),
     "few_channels": tuple(itertools.product((1, 3, 9), (1, 2, 3, 4, 9))),
     "gather": tuple(itertools.product((1, 2, 3, 8, 9), (1, 2, 3, 5, 8, 9, 16, 24, 33, 48))),
+    "narrow_groups": ((8, 8), (4, 12), (16, 16), (3, 5), (16, 8)),
     "phase_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
     "phase_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
     "weight_gradient": ((1, 1), (3, 5), (9, 2), (16, 8), (48, 33)),
@@ -58,7 +59,7 @@ OF_THE_PROBLEM = (
     "OUT_CHANNELS_LAST",
     "SHARED_BYTES",
     "TAPS_",
-    "SHIFT_W",
+    "SHIFT_",
     "X_STRIDE_W",
     "OUT_STRIDE_W",
     "Y_STRIDE_W",
@@ -67,6 +68,7 @@ OF_THE_PROBLEM = (
 # type for the other (PRECISION tells them from float32). Of plans that differ in these alone, one is compiled.
 ALIKE = {
     "correlate_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
+    "narrow_groups": ("DILATION_", "SHIFT_", "DTYPE"),
     "phase_gemm": ("KERNEL_D", "STRIDE_D", "DILATION_D", "WARPS_", "EARLY", "SHARED_BYTES", "DTYPE"),
     "phase_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
 }

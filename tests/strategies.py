@@ -194,7 +194,10 @@ class Specialisation:
     x_layouts: tuple[str, ...]
     out_layouts: tuple[str, ...]
     groups: int | None = None  # None: any number
-    shift_w: int | None = None  # the padding before, modulo the stride, along W; None: any
+    shifts: tuple[int | None, ...] | None = None  # the padding before, modulo the stride, on each axis; None: any
+
+    def shift(self, axis: int) -> int | None:
+        return None if self.shifts is None else self.shifts[axis]
 
 
 _CHANNELS = st.one_of(st.integers(1, 9), st.sampled_from((16, 17, 31, 32, 33)))
@@ -252,7 +255,7 @@ def problems(
     full = full_extent(extent, spec.kernel, spec.stride, spec.dilation)
     largest = [f + extra - 1 for f, extra in zip(full, output_padding, strict=True)]
     same_everywhere = draw(st.integers(0, 3))
-    fits = spec.shift_w in (None, same_everywhere % spec.stride[-1])
+    fits = all(spec.shift(axis) in (None, same_everywhere % stride) for axis, stride in enumerate(spec.stride))
     if fits and 2 * same_everywhere <= min(largest) and draw(st.booleans()):
         padding: Pairs = ((same_everywhere, same_everywhere),) * rank
     else:
@@ -260,8 +263,9 @@ def problems(
         for top, k, s, d in zip(largest, spec.kernel, spec.stride, spec.dilation, strict=True):
             enough = d * (k - 1) + s + 2  # to eat every tap of the border, and an input
             before = draw(st.integers(0, min(top, enough)))
-            if len(pairs) == rank - 1 and spec.shift_w is not None:
-                before = max(before - (before - spec.shift_w) % s, spec.shift_w)
+            shift = spec.shift(len(pairs))
+            if shift is not None:
+                before = max(before - (before - shift) % s, shift)
             pairs.append((before, draw(st.integers(0, min(top - before, enough)))))
         padding = tuple(pairs)
     return Problem(

@@ -13,6 +13,7 @@ from typing import Any
 
 import host_few_channels
 import host_gradients
+import host_narrow_groups
 import host_phase_gemm
 import host_phase_wgmma
 import numpy as np
@@ -107,14 +108,16 @@ def gather_box(defines: dict[str, int]) -> tuple[int, ...]:
 CASES = {
     "gather": gather_cases(),
     "few_channels": {name: Case(**fields) for name, fields in host_few_channels.cases().items()},
+    "narrow_groups": {name: Case(**fields) for name, fields in host_narrow_groups.cases().items()},
     "phase_gemm": {name: Case(**fields) for name, fields in host_phase_gemm.cases().items()},
     "phase_wgmma": {name: Case(**fields) for name, fields in host_phase_wgmma.cases().items()},
 }
 BOXES = {"gather": gather_box, "few_channels": host_few_channels.box, "phase_gemm": host_phase_gemm.box}
+OF_PLANS = {"narrow_groups": host_narrow_groups.box, "phase_wgmma": host_phase_wgmma.box}  # which vary at run time
 # Macros that the host ignores, and how many slots hold weights that stay.
 OF_THE_DEVICE = ("MIN_BLOCKS", "WORKER_REGISTERS", "STAGER_REGISTERS", "RING")
 TILED = ("D", "H", "W", "C_out", "C_in")
-OWN_LENGTHS = {"phase_gemm": host_phase_gemm, "phase_wgmma": host_phase_wgmma}
+OWN_LENGTHS = {"narrow_groups": host_narrow_groups, "phase_gemm": host_phase_gemm, "phase_wgmma": host_phase_wgmma}
 EXAMPLES = {family: -(-ENOUGH // len(cases)) for family, cases in CASES.items()}  # drawn for a specialisation
 
 
@@ -147,7 +150,7 @@ def plan_for(family: str, this: Case, problem: Problem) -> Plan:
 
 def edges(family: str, plan: Plan) -> tuple[int, ...]:
     """Return what a block owns along D, H, W, C_out, and C_in (at a time)."""
-    return host_phase_wgmma.box(plan) if family == "phase_wgmma" else BOXES[family](dict(plan.defines))
+    return OF_PLANS[family](plan) if family in OF_PLANS else BOXES[family](dict(plan.defines))
 
 
 def smallest(this: Case, extent: tuple[int, ...] | None = None) -> Problem:
@@ -160,7 +163,7 @@ def smallest(this: Case, extent: tuple[int, ...] | None = None) -> Problem:
         groups * spec.c_out_per_group,
         spec.kernel,
         spec.stride,
-        padding=(0,) * (rank - 1) + ((spec.shift_w or 0, 0),),
+        padding=tuple((spec.shift(axis) or 0, 0) for axis in range(rank)),
         groups=groups,
         dilation=spec.dilation,
         has_bias=True,
@@ -172,8 +175,8 @@ def smallest(this: Case, extent: tuple[int, ...] | None = None) -> Problem:
 def one_past_every_edge(family: str, this: Case) -> Problem:
     """Return the problem whose last tile holds a single position, along every axis; or is ragged, if boxes vary."""
     problem = smallest(this)
-    if family == "phase_wgmma":
-        candidates = [smallest(this, extent) for extent in host_phase_wgmma.RAGGED[problem.rank]]
+    if family in OF_PLANS:
+        candidates = [smallest(this, extent) for extent in OWN_LENGTHS[family].RAGGED[problem.rank]]
         return max(candidates, key=lambda candidate: len(ragged_axes(family, this, candidate)))
     axes = range(3 - problem.rank, 3)
     tile = edges(family, plan_for(family, this, problem))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import host_narrow_groups
 import pytest
 from described import DEVICES
 from fixed_cases import FIXED
@@ -18,7 +19,7 @@ from host_phase_wgmma import plan_with
 from hypothesis import given, settings
 from strategies import Problem, Specialisation, case, problems
 
-from cuconvt import plan
+from cuconvt import plan, plan_narrow_groups
 from cuconvt.plan import Device
 from cuconvt.plan_phase_wgmma import Tile
 
@@ -46,6 +47,21 @@ FEW_CHANNELS = case((2, 3, 4, 5, 10), 3, 4, 2, padding=1, groups=3, out_layout="
 def run_few_channels(sources: dict[str, str], problem: Problem = FEW_CHANNELS) -> None:
     with on_host("few_channels", DEVICES[90], sources=sources):
         check(problem, "float32")
+
+
+NARROW = case((2, 16, 3, 4, 32), 16, 3, 2, padding=1, groups=2, has_bias=True)
+
+
+OF_NARROW_GROUPS = plan_narrow_groups.Tile(2, 1, 1, False, False, 2)
+
+
+def narrow_fault(before: str, after: str, caught_by: str) -> Fault:
+    def run(sources: dict[str, str]) -> None:
+        device, plan = Device(90, 1, DEVICES[90].shared_bytes), host_narrow_groups.plan_tile(OF_NARROW_GROUPS)
+        with on_host("narrow_groups", device, "tf32", sources=sources, plan=plan):
+            check(NARROW, "float32", precision="tf32")
+
+    return Fault(before, after, caught_by, "narrow_groups.cu", run)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +221,25 @@ FAULTS = {
         "misaligned address",
         "few_channels.cu",
         run_few_channels,
+    ),
+    "the next box before the last one is read": narrow_fault(
+        "__syncthreads();  // all warps are done", "// all warps are done", "with no barrier in between"
+    ),
+    "a box that is read before it is staged": narrow_fault(
+        "}\n        __syncthreads();\n#pragma unroll 1",
+        "}\n#pragma unroll 1",
+        UNWRITTEN + "|with no barrier in between",
+    ),
+    "a shift of a cell one column late": narrow_fault(
+        "+ line + shift_w, s.plane)", "+ line + shift_w + 1, s.plane)", UNWRITTEN + "|" + VALUES
+    ),
+    "rows of a warp's tile exchanged": narrow_fault(
+        "first + m * 16 + lane % 16", "first + m * 16 + (lane % 16 ^ 8)", VALUES
+    ),
+    "a window of a row one output late": narrow_fault(
+        "narrow(from[window], to[at + window])",
+        "narrow(from[window], to[at + window + 1])",
+        "heap-buffer-overflow|AddressSanitizer",
     ),
     "wait with one group too many outstanding": phase_gemm_fault(
         "copy_async_wait<0>();", "copy_async_wait<1>();", "before the wait that covers"

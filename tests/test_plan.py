@@ -59,7 +59,7 @@ def values(plan: Plan, name: str) -> Ints:
 
 def seen_by(plan: Plan, geometry: Geometry) -> Geometry:
     """Return the geometry with its axes as the kernel has them: some turn those of 1-D and 2-D problems."""
-    turns = {"few_channels": _batch_as_axis, "phase_wgmma": _batch_as_depth}
+    turns = {"few_channels": _batch_as_axis, "narrow_groups": _batch_as_depth, "phase_wgmma": _batch_as_depth}
     return turns[plan.kernel](geometry, layout_of(geometry))[0] if plan.kernel in turns else geometry
 
 
@@ -70,7 +70,7 @@ def box_of(plan: Plan) -> Ints:
         d, h, w = values(plan, "WARPS")
         rows_h, rows_w = (1, defines["ROWS"]) if defines["ROWS_ALONG_W"] else (defines["ROWS"], 1)
         return (d, h * rows_h, w * rows_w * 8, defines["WARPS_C"] * defines["TILES_C"] * 8)
-    if plan.kernel == "phase_wgmma":
+    if plan.kernel in ("narrow_groups", "phase_wgmma"):
         return (*problem_of(plan)["box"], 8 * defines["TILES_C"])
     d, h, w = values(plan, "THREADS")
     return (d, h, w * defines["POSITIONS_W"], defines["THREADS_C"] * defines["CHANNELS"])
@@ -90,16 +90,18 @@ def registers_needed(plan: Plan) -> int:
         planes = (kernel[0] - 1) * dilation[0] // stride[0] + 1
         row = defines["POSITIONS_W"] * stride[2] * defines["CHANNELS_OUT"] * defines["VECTOR"]
         return (2 if defines["DTYPE"] == DTYPE_CODES["float64"] else 1) * planes * stride[0] * row + 32
-    kernel, stride, dilation = (values(plan, name)[2] for name in ("KERNEL", "STRIDE", "DILATION"))
-    live_phases = len({tap * dilation % stride for tap in range(kernel)})
-    return 2 * defines["ROWS"] * defines["TILES_C"] * live_phases + 40
+    axes = zip(*(values(plan, name) for name in ("KERNEL", "STRIDE", "DILATION")), strict=True)
+    live_phases = [len({tap * dilation % stride for tap in range(kernel)}) for kernel, stride, dilation in axes]
+    if plan.kernel == "narrow_groups":
+        return 4 * defines["TILES_M"] * defines["TILES_C"] * prod(live_phases) + 40
+    return 2 * defines["ROWS"] * defines["TILES_C"] * live_phases[2] + 40
 
 
 def first_position_w(problem: Problem) -> Ints:
-    """Return the position q of the first output along W, modulo 4, and its phase."""
+    """Return the position q of the first output along W, modulo 4, and its phases along all axes."""
     geometry = geometry_of(problem)
-    position, phase = divmod(geometry.pad_before[2], geometry.stride[2])
-    return position % 4, phase
+    phases = (pad % stride for pad, stride in zip(geometry.pad_before, geometry.stride, strict=True))
+    return (geometry.pad_before[2] // geometry.stride[2] % 4, *phases)
 
 
 def struct_fields() -> list[tuple[str, int]]:
@@ -173,7 +175,7 @@ def test_batch_and_extents_do_not_change_the_defines(
     changed = dataclasses.replace(other, extent=extent, groups=problem.groups)
     if first_position_w(changed) != first_position_w(problem):
         # Padding that moves the first position along W is another specialisation of phase_gemm (EARLY), and padding
-        # that moves its phase one of few_channels (SHIFT_W): keep it.
+        # that moves its phase one of few_channels and narrow_groups (SHIFT_W): keep it.
         longer = tuple(map(max, extent, problem.extent))
         output_padding = tuple(map(max, changed.output_padding, problem.output_padding))
         changed = dataclasses.replace(changed, extent=longer, padding=problem.padding, output_padding=output_padding)
@@ -198,6 +200,9 @@ def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -
     if plan.kernel == "phase_wgmma":
         assert_boxes_cover_every_output(plan, seen_by(plan, geometry), DEVICES[arch])
         return
+    if plan.kernel == "narrow_groups":
+        assert_cells_cover_every_output(plan, seen_by(plan, geometry), DEVICES[arch])
+        return
     tiles, box = problem_of(plan)["tiles"], box_of(plan)
     for axis in range(3):
         stride, pad = geometry.stride[axis], geometry.pad_before[axis]
@@ -210,6 +215,18 @@ def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -
     all_phases_along_w = dict(plan.defines).get("HALO_W", 1)
     phases = geometry.stride[:2] if all_phases_along_w else geometry.stride
     assert plan.grid == prod(tiles) * prod(phases) * geometry.groups * geometry.n
+
+
+def assert_cells_cover_every_output(plan: Plan, geometry: Geometry, device: Device) -> None:
+    fields, box = problem_of(plan), box_of(plan)
+    for axis in range(3):
+        cells = -(-geometry.out_extent[axis] // geometry.stride[axis])
+        assert 0 <= fields["tiles"][axis] * box[axis] - cells < box[axis], "the last box holds no output"
+    assert 0 <= fields["tiles"][3] * box[3] - geometry.c_out_per_group < box[3]
+    assert fields["blocks"] == (prod(fields["tiles"][:3]) * geometry.n,)
+    sets = fields["tiles"][3] * geometry.groups
+    assert plan.grid % sets == 0, "a block stays with its weights"
+    assert sets <= plan.grid <= max(sets, device.multiprocessors * dict(plan.defines)["MIN_BLOCKS"])
 
 
 def assert_slides_cover_every_output(plan: Plan, geometry: Geometry) -> None:

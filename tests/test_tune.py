@@ -30,6 +30,7 @@ from cuconvt.tuned import FAMILIES, Choice, key_of, save, sources_digest, store_
 ARGUMENTS = {
     "phase_wgmma": ("kb61", "float16", None, 90),
     "phase_gemm": ("kb61", "float32", "tf32x3", 80),
+    "narrow_groups": ("kb72", "bfloat16", None, 90),
     "few_channels": ("depthwise", "float32", "tf32", 90),
     "gather": ("kb73", "float64", None, 86),
 }

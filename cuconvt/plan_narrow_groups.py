@@ -1,0 +1,401 @@
+"""Plans of the tensor-core kernel for groups of few channels, ``kernels/narrow_groups.cu``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp, gcd, log, prod
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import (
+    AXES,
+    DTYPE_CODES,
+    MAX_GRID,
+    Device,
+    Ints,
+    Layout,
+    Plan,
+    Refusal,
+    all_positions,
+    at_residue,
+    magic,
+    needs_64_bits,
+    problem_parameters,
+)
+from cuconvt.plan_phase_gemm import PRECISION_CODES, _others_divisible, _x_vector
+from cuconvt.plan_phase_wgmma import _batch_as_depth, _even
+
+WARPS = 4
+THREADS = 32 * WARPS
+ROWS = 16  # of an mma: cells
+MAX_CHANNELS = 16  # of a group's input
+MAX_ACCUMULATORS = 64  # registers of a thread: few, so that many warps hide each other's waits
+MAX_HELD = 60  # registers of a thread for weights
+MAX_UNROLLED = 700  # mma of a warp's cells: more take seconds to compile
+MAX_SHIFTS = 64  # that the taps of a cell read
+MAX_STORES = 256  # for a warp's cells
+MAX_BOXES = 2**30
+# Extents of boxes along D, H, W. Wide ones write long rows, and of small ones all that is under way fits into L2.
+BOXES = ((1, 2, 4, 8), (1, 2, 4, 8), (32, 64, 128, 256, 512))
+MAX_CELLS = 1024
+LONG_RUN = 64  # outputs of a row that a warp stores
+MANY = 1000  # images
+SMALL = 10_000  # clocks of a problem
+TYPICAL_EXTENTS = {1: (256, 4096), 2: (16, 64, 256), 3: (32, 64, 128)}  # of an axis, in cells, by rank
+REGISTERS = 65536  # of a multiprocessor
+
+# Rates of a multiprocessor, per clock, that the cost estimate uses, and what it fits; measured on an H200.
+MMA_CLOCKS = 1.3
+L2_BYTES_A_CLOCK = 40
+MEMORY_BYTES_A_CLOCK = 13.5
+INSTRUCTIONS_A_CLOCK = 2.9
+OVERLAP = 0.24  # what of the less busy units' time adds to the busiest one's
+BOX_CLOCKS = 2260  # in which a block waits for a box
+ROW_ENDS = 24  # outputs that would take as long as the ragged ends of a row
+ALONE = 0.37  # what a block lacks that is alone on a multiprocessor
+COMPARED = 0.85  # the other kernels' estimates are as much more optimistic where this one serves
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The compile-time shape of a warp's work; the fields are macros of the kernel."""
+
+    tiles_m: int
+    tiles_c: int
+    k_steps: int
+    half_k: bool
+    hold_weights: bool
+    min_blocks: int
+
+    @property
+    def cells(self) -> int:
+        """Cells that a warp takes at a time."""
+        return ROWS * self.tiles_m
+
+
+def plan_narrow_groups(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
+) -> Plan | Refusal:
+    """Propose the tile with the least estimated time, or a given one, or say why the kernel does not serve."""
+    if reason := _refuse(geometry, dtype, precision, device):
+        return Refusal("narrow_groups", reason)
+    geometry, layout = _batch_as_depth(geometry, layout)
+    work = Work.of_problem(geometry, dtype, precision, layout)
+    choice = choose_tile(work, device) if tile is None else (tile, work.typical_cost(tile, device) or 0.0)
+    if choice is None:
+        return Refusal("narrow_groups", "no tile fits into the registers and the shared memory")
+    tile, cost = choice
+    extents = tuple(-(-o // s) for o, s in zip(geometry.out_extent, geometry.stride, strict=True))
+    vector = _out_vector(geometry, layout, work)
+    tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
+    sets = geometry.groups * tiles_c
+    box = work.best_box(tile, extents, device, geometry.n * sets, vector)
+    if box is None:
+        return Refusal("narrow_groups", "the box of this tile does not fit into shared memory")
+    tiles = tuple(-(-e // b) for e, b in zip(extents, box, strict=True))
+    boxes = prod(tiles) * geometry.n
+    if boxes > MAX_BOXES or sets > MAX_GRID:
+        return Refusal("narrow_groups", f"counts boxes in 31 bits, got {boxes} of {sets} sets of weights")
+    resident = device.multiprocessors * tile.min_blocks
+    shift = tuple(p % s for p, s in zip(geometry.pad_before, geometry.stride, strict=True))
+    per_axis = {
+        "KERNEL": geometry.kernel,
+        "STRIDE": geometry.stride,
+        "DILATION": geometry.dilation,
+        "SHIFT": shift,
+    }
+    staged = tuple(b + s - 1 for b, s in zip(box, work.shifts, strict=True))
+    defines = (
+        ("DTYPE", DTYPE_CODES[dtype]),
+        ("PRECISION", PRECISION_CODES[precision]),
+        *(
+            (f"{name}_{axis}", value)
+            for name, values in per_axis.items()
+            for axis, value in zip(AXES, values, strict=True)
+        ),
+        ("TILES_M", tile.tiles_m),
+        ("TILES_C", tile.tiles_c),
+        ("K_STEPS", tile.k_steps),
+        ("HALF_K", int(tile.half_k)),
+        ("HOLD_WEIGHTS", int(tile.hold_weights)),
+        ("X_CHANNELS_LAST", int(layout.x_channels_last)),
+        ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
+        ("INDEX64", int(needs_64_bits(geometry, layout, box))),
+        ("MIN_BLOCKS", tile.min_blocks),
+    )
+    divisors = (box[2], box[1], staged[2], staged[1])  # in the order in which the kernel divides by them
+    # A second launch takes longer than a small problem's blocks take to gather their weights.
+    rounds = -(-boxes * sets // (device.multiprocessors * tile.min_blocks))
+    packs = rounds > 1 or work.clocks(tile, box, vector) > SMALL
+    whole = geometry.c_in_per_group == work.chunk(tile)  # vectors of channels are whole pieces
+    return Plan(
+        kernel="narrow_groups",
+        defines=defines,
+        grid=sets * min(boxes, max(1, resident // sets)),
+        block=THREADS,
+        shared_bytes=work.shared_bytes(tile, box),
+        problem=problem_parameters(
+            geometry,
+            layout,
+            (*tiles, tiles_c),
+            layout.x_channels_last and whole and _x_vector(geometry, layout, work.itemsize),
+            _way_to_store(geometry, layout, work, tile, box, vector),
+            (*box, prod(staged), int(not packs), 0, boxes, *(magic(divisor) for divisor in divisors)),
+        ),
+        cost=cost * all_positions(geometry),
+        packed_words=sets * work.fragments(tile) * 32 * work.words(tile) if packs else 0,
+        packed_a_thread=work.words(tile),
+        tile=tile,
+    )
+
+
+def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
+    """Yield a plan for every tile that fits, among them the one that is proposed."""
+    if _refuse(geometry, dtype, precision, device):
+        return
+    turned, turned_layout = _batch_as_depth(geometry, layout)
+    work = Work.of_problem(turned, dtype, precision, turned_layout)
+    for tile in tiles(work):
+        if work.typical_cost(tile, device) is not None:
+            plan = plan_narrow_groups(geometry, dtype, layout, precision, device, tile)
+            if isinstance(plan, Plan):
+                yield plan
+
+
+def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
+    if device.compute_capability < 80:
+        return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
+    if dtype == "float64" or precision == "ieee":
+        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if geometry.c_in_per_group > MAX_CHANNELS:
+        return f"serves at most {MAX_CHANNELS} input channels a group, got {geometry.c_in_per_group}"
+    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
+        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    return None
+
+
+def widest_vector(stride: int, itemsize: int) -> int:
+    """Return how many outputs of a row are stored at once where they are aligned for it."""
+    vector = 16 // itemsize
+    while stride % vector and vector % stride:
+        vector //= 2
+    return vector
+
+
+def _out_vector(geometry: Geometry, layout: Layout, work: Work) -> bool:
+    """Whether the result may be stored a vector at a time: pairs of channels, or outputs of a row."""
+    if layout.out_channels_last:
+        groups_aligned = geometry.groups == 1 or geometry.c_out_per_group % 2 == 0
+        even = geometry.c_out_per_group % 2 == 0
+        return (
+            layout.out_aligned
+            and groups_aligned
+            and even
+            and layout.out[1] == 1
+            and _others_divisible(layout.out, 1, 2)
+        )
+    vector = widest_vector(geometry.stride[2], work.itemsize)
+    whole_rows = geometry.out_extent[2] % vector == 0 and _others_divisible(layout.out, 4, vector)
+    return vector > 1 and layout.out_aligned and layout.out[4] == 1 and whole_rows
+
+
+def _way_to_store(geometry: Geometry, layout: Layout, work: Work, tile: Tile, box: Ints, vector: bool) -> int:
+    """Return how a result is stored: 1 a vector at a time, 2 in windows of rows that start anywhere, 0 one by one."""
+    straight = box[2] % tile.cells == 0 and layout.out[4] == 1 and not layout.out_channels_last
+    # Others are bound by instructions.
+    pays = work.itemsize == 4 and work.products == 1 and tile.cells * work.stride[2] >= LONG_RUN
+    return int(vector) or (2 if straight and pays else 0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a tile's choice depends on, everything but N and extents, and the sizes that follow; the kernel computes the
+    same ones."""
+
+    rank: int
+    kernel: Ints
+    stride: Ints
+    dilation: Ints
+    shift: Ints  # padding modulo stride
+    c_in: int  # of a group
+    c_out: int
+    itemsize: int
+    products: int
+    x_channels_last: bool
+    out_channels_last: bool
+
+    @classmethod
+    def of_problem(cls, geometry: Geometry, dtype: str, precision: str | None, layout: Layout) -> Work:
+        g = geometry
+        return cls(
+            g.rank,
+            g.kernel,
+            g.stride,
+            g.dilation,
+            tuple(p % s for p, s in zip(g.pad_before, g.stride, strict=True)),
+            g.c_in_per_group,
+            g.c_out_per_group,
+            4 if dtype == "float32" else 2,
+            3 if precision == "tf32x3" else 1,
+            layout.x_channels_last,
+            layout.out_channels_last,
+        )
+
+    @functools.cached_property
+    def shifts(self) -> Ints:
+        """Positions of x along each axis, from the first to the last, that the outputs of a cell read."""
+        axes = zip(self.kernel, self.stride, self.dilation, self.shift, strict=True)
+        return tuple(((k - 1) * d - shift) // s - (-shift // s) + 1 for k, s, d, shift in axes)
+
+    @functools.cached_property
+    def reads(self) -> int:
+        """Shifts that some tap reads."""
+        axes = zip(self.kernel, self.stride, self.dilation, self.shift, strict=True)
+        return prod(len({(tap * d - shift) // s for tap in range(k)}) for k, s, d, shift in axes)
+
+    @functools.cached_property
+    def live(self) -> int:
+        """Outputs of a cell that have a tap."""
+        return prod(min(k, s // gcd(s, d)) for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True))
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.products == 3 else 1
+
+    def pieces(self, tile: Tile) -> int:
+        """16-byte pieces of a position's channels."""
+        return 1 if tile.half_k else 2 * tile.k_steps
+
+    def chunk(self, tile: Tile) -> int:
+        """Input channels that these hold."""
+        return self.pieces(tile) * 16 // self.itemsize
+
+    def words(self, tile: Tile) -> int:
+        """Words of a weight fragment that a lane holds."""
+        return 1 if tile.half_k else 2 * self.parts
+
+    def fragments(self, tile: Tile) -> int:
+        return prod(self.kernel) * tile.k_steps * tile.tiles_c
+
+    def shared_bytes(self, tile: Tile, box: Ints) -> int:
+        staged = prod(b + s - 1 for b, s in zip(box, self.shifts, strict=True))
+        turned = 0 if self.out_channels_last else 8 * at_residue(tile.cells * self.stride[2], 4, 16)
+        weights = 0 if tile.hold_weights else self.fragments(tile) * 32 * self.words(tile)
+        return staged * self.parts * self.pieces(tile) * 16 + 4 * (WARPS * turned + weights)
+
+    def accumulators(self, tile: Tile) -> int:
+        return 4 * self.live * tile.tiles_m * tile.tiles_c
+
+    def registers(self, tile: Tile) -> int:
+        """Estimate the registers of a thread: a little more than the compiler was seen to need."""
+        held = self.fragments(tile) * self.words(tile) if tile.hold_weights else 0
+        others = (52 if self.itemsize == 2 else 60) + 8 * tile.tiles_m
+        if self.products == 3:
+            others += 20 + 10 * tile.tiles_m + 2 * self.live * tile.tiles_c * (self.live > 8) + 10 * (tile.k_steps - 1)
+        return self.accumulators(tile) + held + others + 10 * (tile.k_steps - 1) + 6 * (tile.tiles_c - 1)
+
+    def best_box(self, tile: Tile, extents: Ints, device: Device, times: int, vector: bool) -> Ints | None:
+        """Return the box of cells with the least time for so many cells along D, H, W, so many times."""
+        room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
+        # A vector of several cells may not go on in the next row.
+        whole = max(1, widest_vector(self.stride[2], self.itemsize) // self.stride[2])
+        whole = whole if vector and not self.out_channels_last else 1
+        best: tuple[float, Ints] | None = None
+        cuts = (_cuts(extent, most) for extent, most in zip(extents, BOXES, strict=True))
+        for depth, height, width in itertools.product(*cuts):
+            box = (depth, height, -(-width // whole) * whole)
+            if prod(box) > MAX_CELLS or self.shared_bytes(tile, box) > room:
+                continue
+            count = prod(-(-e // b) for e, b in zip(extents, box, strict=True))
+            clocks = self.clocks(tile, box, vector) * -(-count * times // (device.multiprocessors * tile.min_blocks))
+            if best is None or clocks < best[0]:
+                best = clocks, box
+        return best and best[1]
+
+    def typical_cost(self, tile: Tile, device: Device) -> float | None:
+        """Return the clocks of a cell, all channels of a group, as the geometric mean over typical extents.
+
+        None where no box fits.
+        """
+        logarithms = 0.0
+        for typical in TYPICAL_EXTENTS[self.rank]:
+            extents = tuple(typical if axis >= 3 - self.rank else 64 for axis in range(3))
+            box = self.best_box(tile, extents, device, MANY, False)
+            if box is None:
+                return None
+            count = prod(-(-e // b) for e, b in zip(extents, box, strict=True))
+            logarithms += log(self.clocks(tile, box, False) * count / prod(extents))
+        mean = exp(logarithms / len(TYPICAL_EXTENTS[self.rank]))
+        return COMPARED * mean * -(-self.c_out // (8 * tile.tiles_c))
+
+    def clocks(self, tile: Tile, box: Ints, vector: bool) -> float:
+        """Estimate a multiprocessor's clocks for one box and one tile of channels."""
+        # Sixteens of cells that are multiplied; the warps of a block take equally many.
+        rows = -(-prod(box) // (WARPS * tile.cells)) * WARPS * tile.tiles_m
+        staged = prod(b + s - 1 for b, s in zip(box, self.shifts, strict=True))
+        values = ROWS * prod(self.stride) * 8 * tile.tiles_c / 32  # of a lane
+        products = prod(self.kernel) * tile.k_steps * tile.tiles_c * self.products
+        loads = self.reads * tile.k_steps * self.parts
+        weights = 0 if tile.hold_weights else self.fragments(tile) / tile.tiles_m
+        tensor = rows * products * MMA_CLOCKS
+        # Of shared memory and the L1 cache, 128 bytes a clock.
+        shared = rows * (loads * (2 if tile.half_k else 4) + weights * self.words(tile))
+        shared += rows * values * (4 if self.out_channels_last else 3.5)
+        shared += (
+            staged * (self.c_in * (0.5 if self.x_channels_last else 1.3) + self.parts * self.pieces(tile) * 4) / 32
+        )
+        a_value = 5 if self.out_channels_last else 3 if vector else 6 if self.itemsize == 4 else 7
+        a_product = 1.3 if self.products == 1 else 2
+        issue = rows * (a_product * products + loads + weights + values * a_value + 330 / tile.tiles_m)
+        issue += staged * (self.c_in * (1 if self.x_channels_last else 3) + 15 * self.parts) / 32
+        # A row starts and ends within sectors, which others write, too.
+        cells, channels = prod(box), min(self.c_out, 8 * tile.tiles_c)
+        sector = 32 / self.itemsize
+        if self.out_channels_last:
+            ragged = max(1, sector / channels)
+        else:
+            ragged = 1 if vector else 1 + ROW_ENDS / (box[2] * self.stride[2])
+        memory = cells * prod(self.stride) * channels * self.itemsize * ragged / MEMORY_BYTES_A_CLOCK
+        l2 = staged * self.c_in * self.itemsize / L2_BYTES_A_CLOCK
+        units = (tensor, shared, l2, memory, issue / INSTRUCTIONS_A_CLOCK)
+        busy = max(units) + OVERLAP * (sum(units) - max(units))
+        return busy * (1 + ALONE / tile.min_blocks) + BOX_CLOCKS / tile.min_blocks
+
+
+def _cuts(extent: int, most: Ints) -> list[int]:
+    """Return box extents that leave little of the last box empty."""
+    return sorted({_even(extent, m) for m in most})
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tile(work: Work, device: Device) -> tuple[Tile, float] | None:
+    """Return the best tile for typical extents, with its clocks a cell."""
+    costs = ((work.typical_cost(tile, device), tile) for tile in tiles(work))
+    fitting = [(cost, tile) for cost, tile in costs if cost is not None]
+    if not fitting:
+        return None
+    cost, tile = min(fitting, key=lambda pair: pair[0])
+    return tile, cost
+
+
+def tiles(work: Work) -> Iterator[Tile]:
+    """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
+    if max(work.shifts) > MAX_SHIFTS or work.reads > MAX_SHIFTS:
+        return
+    half_k = work.itemsize == 2 and work.c_in <= 8
+    k_steps = 1 if half_k else -(-work.c_in // (32 // work.itemsize))
+    eights = -(-work.c_out // 8)
+    for tiles_c, tiles_m, hold, blocks in itertools.product(
+        sorted({1, min(2, eights)}), (1, 2, 4), (False, True), (2, 3, 4)
+    ):
+        tile = Tile(tiles_m, tiles_c, k_steps, half_k, hold, blocks)
+        if hold and work.fragments(tile) * work.words(tile) > MAX_HELD:
+            continue
+        if work.fragments(tile) * tiles_m * work.products > MAX_UNROLLED or work.accumulators(tile) > MAX_ACCUMULATORS:
+            continue
+        if prod(work.stride) * tiles_m * tiles_c * 4 > MAX_STORES:
+            continue
+        if work.registers(tile) <= REGISTERS // (THREADS * blocks) // 8 * 8:
+            yield tile

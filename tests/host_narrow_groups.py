@@ -1,0 +1,88 @@
+"""Cases of narrow_groups for the host, each of one program, and the edges of its tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+from described import DEVICES
+from strategies import LAYOUTS, Ints, Specialisation
+from test_plan import problem_of
+
+from cuconvt import plan_narrow_groups as narrow
+from cuconvt.geometry import Geometry
+from cuconvt.plan import Device, Layout, Plan
+from cuconvt.plan_narrow_groups import Tile
+
+BUDGET = 0.2  # an mma of 32 threads takes longer than its products
+LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
+LONGEST = {1: (150,), 2: (10, 34), 3: (4, 9, 17)}
+# Extents of which some have several boxes along each axis, the last one ragged.
+RAGGED = {1: ((65,), (129,), (517,)), 2: ((5, 35), (9, 67), (11, 33)), 3: ((3, 5, 9), (5, 3, 33), (9, 5, 17))}
+# Channels of a group, in and out.
+CHANNELS = ((8, 8), (3, 5), (8, 12), (12, 8), (1, 1), (16, 17), (5, 8), (8, 3), (4, 16), (9, 24))
+KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
+LAST = ("channels_last",)
+NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Return the fields of each case by name."""
+    found = {}
+    for index in range(36):
+        choose = random.Random(index)
+        (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
+        kernel, stride, dilation = (
+            tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], (4, 3, 2)[rank - 1], 2)
+        )
+        shifts = tuple(min(choose.randrange(s), d * (k - 1)) for k, s, d in zip(kernel, stride, dilation, strict=True))
+        x_last, out_last = choose.random() < 0.4, choose.random() < 0.4
+        c_in, c_out = CHANNELS[index % len(CHANNELS)]
+        x, out = layouts(x_last), layouts(out_last)[:-1] or LAST
+        spec = Specialisation(kernel, stride, dilation, c_in, c_out, x, out, shifts=shifts)
+        # On few multiprocessors each block has several boxes.
+        device = dataclasses.replace(choose.choice(list(DEVICES.values())), multiprocessors=choose.choice((1, 2)))
+        fields = {"precision": precision, "device": device, "plan": plan_with(choose.randrange(100))}
+        fields["index64"] = choose.random() < 0.2
+        found[f"{index}-{precision or dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
+    return found
+
+
+def layouts(last: bool) -> tuple[str, ...]:
+    return LAST if last else NOT_LAST
+
+
+def plan_with(number: int) -> Callable[..., Plan]:
+    """Return a planner that takes one of a problem's tiles, whatever it costs."""
+
+    def plan(
+        family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+    ) -> Plan:
+        turned, turned_layout = narrow._batch_as_depth(geometry, layout)
+        work = narrow.Work.of_problem(turned, dtype, precision, turned_layout)
+        fitting = (tile for tile in narrow.tiles(work) if work.typical_cost(tile, device) is not None)
+        tiles = sorted(fitting, key=dataclasses.astuple)
+        tile = tiles[number % len(tiles)]
+        return plan_tile(tile)(family, geometry, dtype, layout, precision, device)
+
+    return plan
+
+
+def plan_tile(tile: Tile) -> Callable[..., Plan]:
+    """Return a planner that takes a given tile."""
+
+    def plan(
+        family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+    ) -> Plan:
+        found = narrow.plan_narrow_groups(geometry, dtype, layout, precision, device, tile)
+        assert isinstance(found, Plan), found
+        return found
+
+    return plan
+
+
+def box(plan: Plan) -> Ints:
+    """Return what a block owns along D, H, W (in cells), C_out, and C_in, all of which it has."""
+    return (*problem_of(plan)["box"], 8 * dict(plan.defines)["TILES_C"], 1)
