@@ -52,6 +52,7 @@ L2_BYTES_A_CLOCK = 24
 INSTRUCTIONS_A_COPY = 15
 TYPICAL_EXTENT = {1: 4096, 2: 256, 3: 64}  # of an axis, by rank
 STEP_CLOCKS = 150  # a barrier and the first loads after it
+THREE_PRODUCTS = 1.2  # how much longer 3xTF32 takes than the rest of the estimate says
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,8 @@ class _Work:
         tiles_c = -(-g.c_out_per_group // tile.box_c)
         # The last box of an axis is half empty on average; for extents, which may not choose, stands a typical one.
         empty = prod(1 + box / (2 * TYPICAL_EXTENT[g.rank]) for box in tile.box[3 - g.rank :])
-        return tiles_c * empty * (steps * step + phases * stores) / prod(tile.box)
+        slower = THREE_PRODUCTS if self.products == 3 else 1
+        return slower * tiles_c * empty * (steps * step + phases * stores) / prod(tile.box)
 
 
 def _tiles(work: _Work, device: Device) -> Iterator[Tile]:

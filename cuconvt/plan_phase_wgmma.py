@@ -25,7 +25,14 @@ from cuconvt.plan import (
     problem_parameters,
     round_up,
 )
-from cuconvt.plan_phase_gemm import MAX_STRIDE_W, MAX_UNROLLED_TAPS, PRECISION_CODES, _out_vector, _x_vector
+from cuconvt.plan_phase_gemm import (
+    MAX_STRIDE_W,
+    MAX_UNROLLED_TAPS,
+    PRECISION_CODES,
+    _others_divisible,
+    _out_vector,
+    _x_vector,
+)
 
 Ints = tuple[int, ...]
 
@@ -42,7 +49,7 @@ REGISTERS = {
 }
 
 MAX_UNROLLED = 450  # wgmmas of a chunk, where a block owns all phases: more take seconds to compile
-MAX_UNROLLED_STORES = 128  # for a thread's two rows, where channels-last results are stored
+MAX_UNROLLED_STORES = 128  # for a thread's two rows, where results are not turned
 RESIDENT_BYTES = 128 * 1024  # of weights that stay in shared memory
 
 # Rates of an H200's multiprocessor, per clock, that the cost estimate uses.
@@ -53,9 +60,16 @@ INSTRUCTIONS_A_CLOCK = 2
 OVERLAP = 0.15  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS, CHUNK_CLOCKS = 1500, 1000  # in which a block waits: for a box, and for a chunk of channels
 SLICE_CLOCKS, SLICE_CHUNK_CLOCKS = 4000, 300  # likewise, where a block slides
-TYPICAL_EXTENTS = {1: (256, 4100), 2: (16, 65, 128), 3: (33, 48, 66)}  # of an axis, by rank
+RUN_CLOCKS = 3200  # for a box whose result is stored straight from the registers, by a block that is alone
+WALKS_IN_PAIRS = 0.92  # of the estimate is what two sliding blocks of a multiprocessor take
+# By rank: extents that problems may have, along D, H, W. The leading axes of 1-D and 2-D hold a batch.
+TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
+    1: ((64, 64, 256), (64, 64, 4100)),
+    2: ((64, 16, 16), (64, 65, 65), (64, 128, 128)),
+    3: ((33, 33, 33), (48, 48, 48), (66, 66, 66), (18, 36, 70)),
+}
 WIDE = 128  # channels: networks have so many where extents are small, too
-TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: (8, 33, 48, 66)}
+TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), *TYPICAL_EXTENTS[3][:3])}
 
 
 @dataclass(frozen=True)
@@ -157,7 +171,13 @@ def plan_tile(
     if blocks > MAX_BLOCKS:
         return Refusal("phase_wgmma", f"counts boxes in 31 bits, got {blocks}")
     index64 = needs_64_bits(geometry, layout, box.extent)
-    own = {"ALL_PHASES": tile.all_phases, "SLIDES": tile.slides, "HALF_K": tile.half_k}
+    own = {
+        "ALL_PHASES": tile.all_phases,
+        "SLIDES": tile.slides,
+        "HALF_K": tile.half_k,
+        "OUT_RUN": work.shape.run if work.stores_runs(tile) else 1,
+        "FIRST_PHASE_W": geometry.pad_before[2] % geometry.stride[2] if work.stores_runs(tile) else 0,
+    }
     registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
     defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers, index64)
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
@@ -266,6 +286,17 @@ def _batch_as_depth(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layou
     return geometry, layout
 
 
+def _run(geometry: Geometry, layout: Layout, itemsize: int) -> int:
+    """Return how many outputs along W of a position, which follow each other, may be written at a time.
+
+    Contiguous results whose extents differ by whole strides agree in it.
+    """
+    run = gcd(geometry.stride[2], 16 // itemsize) if layout.out_aligned and layout.out[4] == 1 else 1
+    while geometry.out_extent[2] % run or not _others_divisible(layout.out, 4, run):
+        run //= 2
+    return run
+
+
 @dataclass(frozen=True)
 class Shape:
     """What a tile's choice depends on: everything but N and extents."""
@@ -282,6 +313,7 @@ class Shape:
     out_channels_last: bool
     pairs: bool  # whether x is read two positions at a time
     late: Ints  # whether the first outputs of some phase belong to a position one further than those of another
+    run: int = 1  # outputs along W of a position that may be written at a time
 
 
 class Work:
@@ -302,6 +334,7 @@ class Work:
             layout.out_channels_last,
             dtype != "float32" and not layout.x_channels_last and _x_vector(g, layout, 2),
             tuple(int(p % st != 0) for p, st in zip(g.pad_before, g.stride, strict=True)),
+            1 if layout.out_channels_last else _run(g, layout, 4 if dtype == "float32" else 2),
         )
         self._derive()
 
@@ -334,6 +367,14 @@ class Work:
         """Return how much wider the staged box is than the box of positions."""
         reach = self.reach_of_all if tile.all_phases else self.reach_of_one
         return (0, *reach[1:]) if tile.slides else reach
+
+    def stores_runs(self, tile: Tile) -> bool:
+        """Whether a thread stores the outputs along W of its positions as they are: it holds their whole sums."""
+        return self.shape.run > 1 and not (tile.merge_w and self.reach_of_all[2])
+
+    def turns(self, tile: Tile) -> bool:
+        """Whether results are turned in shared memory."""
+        return not self.shape.out_channels_last and not self.stores_runs(tile)
 
     def depth(self, tile: Tile, box: Box) -> int:
         """Return the slices along D of a box that are staged and multiplied one after the other."""
@@ -386,22 +427,30 @@ class Work:
     def other_registers(self, tile: Tile) -> int:
         """Estimate how many registers a worker needs besides: a little more than the compiler was seen to need."""
         s, outputs, three = self.shape, self.outputs(tile), self.shape.products == 3
-        row = tile.tiles_m * tile.k_steps * s.kernel[2]  # descriptors for a row of taps
+        row = tile.tiles_m * tile.k_steps * (1 if tile.merge_w else s.kernel[2])  # descriptors for a row of taps
         if s.out_channels_last:  # where rows of all tiles and phases go
             count = 61 + 6 * tile.tiles_m + 2 * outputs + tile.tiles_m**2 * (outputs - 1) // 2 + row // 10
-        elif tile.merge_w:
-            count = 54 + (2 * outputs + 6 * max(tile.tiles_m - 2, 0) if three else self.targets(tile))
+            if tile.all_phases:  # unrolled rows keep many descriptors
+                count += 12 * tile.k_steps + ((58 if tile.resident else 66) if three else 0)
+            elif three:
+                count += 16 + 3 * row // 8
         else:
-            rows_of_taps = s.kernel[0] * s.kernel[1] > 1
-            count = (58 if rows_of_taps else 56) + tile.tiles_m // 2 + tile.tiles_m * s.kernel[2]
-        if tile.all_phases:  # unrolled rows keep many descriptors
-            count += 12 * tile.k_steps
-            if three:
-                count += 50 if not s.out_channels_last else 58 if tile.resident else 66
-            elif not s.out_channels_last:
-                count += self.unrolled(tile) // 4 if tile.merge_w else 8 + self.unrolled(tile) // 7
-        elif three and not tile.merge_w:
-            count += 16 + 3 * row // 8 if s.out_channels_last else 20
+            if tile.merge_w:
+                count = 54
+                if three:
+                    count += 6 * max(tile.tiles_m - 2, 0)
+                if self.turns(tile):
+                    count += 2 * outputs if three else self.targets(tile)
+            else:
+                count = (50 if tile.slides else 52) + row // 2 + max(row - 32, 0)
+                if three:
+                    count += 14 + 3 * row // 4 + min(outputs, 3) * min(tile.tiles_m, 4)
+            if tile.all_phases:
+                count += self.unrolled(tile) // 8
+                if not tile.resident:  # each row waits for its weights
+                    count += 50 if three else (20 if tile.slides else 10) + max(self.unrolled(tile) - 160, 0) // 2
+            if self.stores_runs(tile):  # where rows of all tiles go
+                count += tile.tiles_m + 3 * max(tile.tiles_m - 4, 0)
         return count + (4 if tile.min_blocks > 2 else 0)
 
     def targets(self, tile: Tile) -> int:
@@ -418,7 +467,7 @@ class Work:
         barriers = round_up(8 * 2 * (teams * tile.x_stages + tile.ring), 128)
         staged = teams * tile.x_stages * self.parts * tile.k_steps * 2 * box.plane * 16
         turned, targets = 4 * 8 * tile.tiles_c, 0
-        if not self.shape.out_channels_last:
+        if self.turns(tile):
             sums = self.sums(tile)
             zero = sums * (tile.rows if sums == 1 else at_residue(tile.rows, 16, 32))
             slices = 1 if tile.tiles_c == 1 else 2
@@ -496,7 +545,7 @@ class Work:
         width, lines = w + reach[2], h * stride[1] if tile.all_phases else h
         # In the order in which the kernel divides: items by rows, rows by slices; then what it stores.
         divisors = (width // 2 + 1 if self.shape.pairs else width, h + reach[1], w * stride[2], lines)
-        if self.shape.out_channels_last:
+        if not self.turns(tile):
             divisors = (*divisors[:2], width, 1)
         return (*box.extent, box.plane, *box.patches, blocks, *(magic(divisor) for divisor in divisors))
 
@@ -508,11 +557,10 @@ class Work:
 
     def typical_cost(self, tile: Tile, device: Device) -> float | None:
         """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""
-        rank, logarithms = self.shape.rank, 0.0
+        logarithms = 0.0
         wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
-        typical_extents = (TYPICAL_EXTENTS_OF_WIDE if wide else TYPICAL_EXTENTS)[rank]
-        for typical in typical_extents:
-            extents = tuple(typical if axis >= 3 - rank else 64 for axis in range(3))
+        typical_extents = (TYPICAL_EXTENTS_OF_WIDE if wide else TYPICAL_EXTENTS)[self.shape.rank]
+        for extents in typical_extents:
             box = self.best_box(tile, extents, device)
             if box is None:
                 return None
@@ -542,9 +590,11 @@ class Work:
         stores = outputs / 32 * (1 + 32 / (box.extent[2] * s.stride[2]))
         if s.out_channels_last:
             stores = outputs / 32 * (1 if s.itemsize == 4 else 0.75)
-        stored = box.extent[0] if tile.slides else 1
-        turned = 0 if s.out_channels_last else stored * tile.rows * self.sums(tile) * 8 * tile.tiles_c / 32
-        if not s.out_channels_last:
+        elif self.stores_runs(tile):  # of four channels at a time
+            stores = outputs / 32 / s.run * 4
+        stored, turned = box.extent[0] if tile.slides else 1, 0.0
+        if self.turns(tile):
+            turned = stored * tile.rows * self.sums(tile) * 8 * tile.tiles_c / 32
             turned += outputs / 32 * (max(1, s.kernel[2] / s.stride[2]) if tile.merge_w else 1)
         # A wgmma reads A and B from shared memory, which also serves every other access of the block.
         shared = products * (16 + columns / 4) + (staged * self.parts + weights) / SHARED_BYTES_A_CLOCK
@@ -556,10 +606,13 @@ class Work:
         busiest = max(shared, tensor, l2, memory, issue)
         others = shared + tensor + l2 + memory + issue - busiest
         a_box, a_chunk = (SLICE_CLOCKS, SLICE_CHUNK_CLOCKS) if tile.slides else (BOX_CLOCKS, CHUNK_CLOCKS)
+        if self.stores_runs(tile) and tile.min_blocks == 1 and not tile.slides:
+            a_box = RUN_CLOCKS
         if tile.slides and tile.min_blocks > 1:  # one block stores while another multiplies
             a_box //= 2
         waits = chunks * a_chunk * (1 if tile.x_stages == 2 else 0.85) + stored * a_box
-        return busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
+        clocks = busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
+        return clocks * (WALKS_IN_PAIRS if tile.slides and tile.min_blocks > 1 else 1)
 
 
 def _few(extent: int) -> list[int]:
@@ -617,9 +670,9 @@ def tiles(work: Work) -> Iterator[Tile]:
         if all_phases and (not several or work.unrolled(tile) > MAX_UNROLLED):
             continue
         # These spill, however few the accumulators.
-        if all_phases and (tiles_c > 1 if shape.products == 3 else k_steps > 1 and shape.out_channels_last):
+        if all_phases and shape.out_channels_last and (tiles_c > 1 if shape.products == 3 else k_steps > 1):
             continue
-        if shape.out_channels_last and tiles_m * tiles_c * work.outputs(tile) > MAX_UNROLLED_STORES:
+        if not work.turns(tile) and tiles_m * tiles_c * work.outputs(tile) > MAX_UNROLLED_STORES:
             continue
         if merge_w and (shape.kernel[2] == 1 or shape.out_channels_last or tiles_m == 3):  # 192 rows: measured slow
             continue
@@ -633,6 +686,9 @@ def tiles(work: Work) -> Iterator[Tile]:
             slots = -(-shape.c_in // work.chunk(tile)) * shape.kernel[0] * shape.kernel[1]
             if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
                 tile = dataclasses.replace(tile, ring=slots, resident=True)
+        many = shape.products == 3 and not shape.out_channels_last and work.unrolled(tile) > 32
+        if all_phases and many and (tiles_c > 1 or not tile.resident):  # likewise
+            continue
         if work.accumulators(tile) + work.other_registers(tile) > REGISTERS[workers, stagers, blocks][0]:
             continue
         if tile.resident and workers > 1 and not slides:

@@ -19,11 +19,18 @@
 // stage x through registers, where it is turned, rounded to TF32 or split. A block takes one box after the other, so
 // that the next one is staged while the result of the last is stored.
 //
-// Compile-time: kernel, stride, dilation, dtype, precision and tile. Run-time: N, extents, the box, padding, channels.
+// With OUT_RUN the phases along W of a position, consecutive outputs of a row, are stored by the thread that holds their sums.
+// Other results are turned in shared memory, but for channels-last ones (see wgmma_store.cuh).
+//
+// Compile-time: kernel, stride, dilation, dtype, precision and tile; for OUT_RUN, the padding along W modulo the stride, as it
+// says which phase is first. Run-time: N, extents, the box, padding, channels.
 #include "wgmma_box.cuh"
 
 #ifndef ALL_PHASES  // whether a block owns the phases along D and H too, and not one of them
 #define ALL_PHASES 0
+#endif
+#ifndef FIRST_PHASE_W  // the phase of the first output along W, where results are written as runs
+#define FIRST_PHASE_W 0
 #endif
 #ifndef HALF_K  // whether the second piece of a wgmma is nothing: for no more channels than one piece has
 #define HALF_K 0
@@ -71,12 +78,18 @@ constexpr int NEXT_TAP = AxisW::STEP * SUM_ROWS - AxisW::HOP;
 static_assert(!SLIDES || DILATION_D == 1, "a slice reaches outputs that follow each other");
 static_assert(!SLIDES || ALL_PHASES || STRIDE_D * STRIDE_H == 1, "a slice has the taps of all phases");
 static_assert(!TAKE_TURNS || ALL_PHASES || STRIDE_D * STRIDE_H == 1, "teams count the boxes of all phases");
+static_assert(STRIDE_W % OUT_RUN == 0 && OUT_RUN * sizeof(Stored) <= 16, "a run is of one position, and one store");
+static_assert(!MERGE_W || OUT_RUN == 1 || REACH_W + FIRST_PHASE_W == 0, "taps whose sums are shifted are turned");
 static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
 static_assert(!(SLIDES && TAKE_TURNS), "boxes at the edge have fewer slices, and all rings must be as far");
 
 // Whether the first output of a phase belongs to a position one further: with padding, a box of positions begins where the
 // output does, phase by phase.
 __device__ __forceinline__ int late(long long pad, int stride, int phase) { return phase < (int)((unsigned)pad % stride); }
+
+__device__ __forceinline__ int late_w(long long pad, int phase) {
+    return OUT_RUN > 1 ? phase < FIRST_PHASE_W : late(pad, STRIDE_W, phase);
+}
 
 struct Block {
     Index d, h, w;  // first position q on each axis, of phases that are not late
@@ -108,7 +121,7 @@ __device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
 __device__ __forceinline__ Staged staged_box(const Problem& p) {
     return {depth(p) + REACH_D + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, 0) : 0),
             (int)p.box[1] + REACH_H + (ALL_PHASES ? late(p.pad[1], STRIDE_H, 0) : 0),
-            (int)p.box[2] + REACH_W + late(p.pad[2], STRIDE_W, 0), (int)p.plane};
+            (int)p.box[2] + REACH_W + late_w(p.pad[2], 0), (int)p.plane};
 }
 
 // ---- staging ---------------------------------------------------------------------------------------------------------
@@ -145,6 +158,10 @@ __device__ __forceinline__ void find_items(Item* items, const Problem& p, const 
     }
 }
 
+// What stagers compute from a value, they compute again where they use it if registers are short: it costs a few percent.
+constexpr bool CROWDED = sizeof(Stored) == 4 && !X_CHANNELS_LAST && K_STEPS > 1 && !SLIDES;
+__device__ __forceinline__ int later(int value) { return CROWDED ? recomputed(value) : value; }
+
 constexpr int POSITIONS = 0, PAIRS = 1, VECTORS = 2;  // a value at a time, two along a row, or a piece of channels
 
 // Stages what there is of a chunk. Some pieces of an item are a unit of work: eight loads. Neighbouring threads take
@@ -175,7 +192,7 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
         for (int j = 0; j < BATCH; ++j) {
             const int at = first + j * STAGERS;
             int piece;
-            const Item* const item = find(at, piece);
+            const Item* const item = find(later(at), piece);
             const Index offset = at < count * UNITS ? item->offset : OUTSIDE;
             const bool inside = offset != OUTSIDE;
             const int left = inside ? channels - piece * PIECE : 0;
@@ -195,6 +212,7 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
             }
         }
         issue_in_order();
+        first = later(first);
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
             const int at = first + j * STAGERS;
@@ -262,7 +280,7 @@ __device__ __forceinline__ void slide(Accumulators& acc) {
 
 // How far from a row of A a tap along W reads: when it is multiplied or, if all are at once, when its sum is stored.
 __device__ __forceinline__ int shift_of_sum(int tap, long long pad) {
-    return REACH_W - AxisW::back(tap) + late(pad, STRIDE_W, AxisW::phase_of(tap));
+    return REACH_W - AxisW::back(tap) + late_w(pad, AxisW::phase_of(tap));
 }
 __device__ __forceinline__ int shift_of(int tap, long long pad) { return MERGE_W ? 0 : shift_of_sum(tap, pad); }
 
@@ -292,8 +310,9 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned lo
                 if (!MERGE_W && tap % AxisW::STEP != chain % SETS_W) continue;
 #pragma unroll
                 for (int k = 0; k < K_STEPS; ++k) {
-                    multiply_add<COLUMNS>(sums[chain % 2], a + recomputed(start[chain / SETS_W]) + shift_of(tap, pad) + (part_a * K_STEPS + k) * 2 * recomputed(plane),
-                                 b + ((tap * K_STEPS + k) * PARTS + part_b) * OPERAND, accumulate);
+                    const int shift = recomputed(start[chain / SETS_W]) + shift_of(tap, pad);
+                    multiply_add<COLUMNS>(sums[chain % 2], a + shift + (part_a * K_STEPS + k) * 2 * recomputed(plane),
+                                          b + ((tap * K_STEPS + k) * PARTS + part_b) * OPERAND, accumulate);
                     accumulate = true;
                 }
             }
@@ -318,8 +337,9 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned lo
         for (int tap = 0; tap < TAPS; ++tap) {
 #pragma unroll
             for (int k = 0; k < K_STEPS; ++k) {
+                const unsigned long long rows = a + recomputed(start[tile]) + shift_of(tap, pad);
                 multiply_add<COLUMNS>(acc.value[set + (MERGE_W ? 0 : tap % AxisW::STEP)][tile],
-                             a + recomputed(start[tile]) + shift_of(tap, pad) + k * 2 * recomputed(plane), b + (tap * K_STEPS + k) * OPERAND, true);
+                                      rows + k * 2 * recomputed(plane), b + (tap * K_STEPS + k) * OPERAND, true);
             }
         }
     }
@@ -338,7 +358,7 @@ __device__ __forceinline__ Target find_target(const Problem& p, const Staged& s,
     const int w = column / STRIDE_W, h = line / PHASES_H, d = slice / PHASES_D;
     const int phase_w = column % STRIDE_W, phase_h = line % PHASES_H, phase_d = slice % PHASES_D;
     Target t;
-    t.w = (w + late(p.pad[2], STRIDE_W, phase_w)) * STRIDE_W + phase_w;
+    t.w = (w + late_w(p.pad[2], phase_w)) * STRIDE_W + phase_w;
     t.h = (short)((h + (ALL_PHASES ? late(p.pad[1], STRIDE_H, phase_h) : 0)) * STRIDE_H + phase_h);
     t.d = (short)((d + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, phase_d) : 0)) * STRIDE_D + phase_d);
     t.offset = t.d * (Index)p.out_stride[2] + t.h * (Index)p.out_stride[3] + t.w * (Index)p.out_stride[4];
@@ -366,8 +386,9 @@ __device__ __forceinline__ Target find_target(const Problem& p, const Staged& s,
     return t;
 }
 
-// The set of accumulators of a block's phase, or -1.
-__host__ __device__ constexpr int set_of(int phase_d, int phase_h, int phase_w) {
+#if !OUT_TURNED
+// Which sum of a row is that of a block's phase, or -1.
+__host__ __device__ constexpr int sum_of(int phase_d, int phase_h, int phase_w) {
     for (int d = 0; d < LIVE_D; ++d)
         for (int h = 0; h < LIVE_H; ++h)
             for (int w = 0; w < LIVE; ++w)
@@ -377,11 +398,41 @@ __host__ __device__ constexpr int set_of(int phase_d, int phase_h, int phase_w) 
     return -1;
 }
 
-__device__ __forceinline__ void store_channels(const Accumulators& acc, const float* bias, const int (&start)[TILES_M],
-                                               int tiles, const Problem& p, const Staged& s, const Block& b, Stored* out, bool alive) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// Of the phases along W of a row, which are consecutive outputs from `ow` on: two channels in eight. `to` is the first output
+// of the thread's first channel, of whose tile `left` more exist.
+__device__ __forceinline__ void store_run(Stored* to, const Accumulators& acc, int tile, int half, int phase_d, int phase_h,
+                                          const float* bias, Index ow, int left, const Problem& p) {
+    const Index step = (Index)p.out_stride[1];
+#pragma unroll
+    for (int first = 0; first < STRIDE_W; first += OUT_RUN) {
+        const int there = within(ow + first, p.out_extent[2]) ? left : 0;
+        Stored* const at = to + first;
+#pragma unroll
+        for (int c = 0; c < TILES_C; ++c) {
+            const Pack<float, 2> offset = *reinterpret_cast<const Pack<float, 2>*>(bias + c * 8);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                Pack<Stored, OUT_RUN> run;
+#pragma unroll
+                for (int j = 0; j < OUT_RUN; ++j) {
+                    const int sum = sum_of(phase_d, phase_h, (FIRST_PHASE_W + first + j) % STRIDE_W);
+                    const int set = sum < 0 ? 0 : sum / MERGED, column = sum < 0 ? 0 : sum % MERGED * TILES_C + c;
+                    narrow(offset.value[i] + (sum < 0 ? 0.0f : acc.value[set][tile][column * 4 + half * 2 + i]), run.value[j]);
+                }
+                if (c * 8 + i < there) *reinterpret_cast<Pack<Stored, OUT_RUN>*>(at + (c * 8 + i) * step) = run;
+            }
+        }
+    }
+}
+
+// Stores what a thread holds as it is: of its rows two channels in eight, in runs along W or, channels-last, with those of its
+// neighbours.
+__device__ __forceinline__ void store_held(const Accumulators& acc, const float* bias, const int (&start)[TILES_M], int tiles,
+                                           const Problem& p, const Staged& s, const Block& b, Stored* out, bool alive) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = lane % 4 * 2;
     const int left = min(TILE_C, (int)p.c_out - b.tile_c * TILE_C);
     const int pitch = p.patches[1] ? s.w : 8;
+    if (!OUT_CHANNELS_LAST) out += own * p.out_stride[1];
 #pragma unroll
     for (int tile = 0; tile < TILES_M; ++tile) {
 #pragma unroll
@@ -392,42 +443,50 @@ __device__ __forceinline__ void store_channels(const Accumulators& acc, const fl
             const bool ours = warp / 4 % TEAM * TILES_M + tile < tiles && w < (int)p.box[2] && h < (int)p.box[1] &&
                               slice < depth(p);
 #pragma unroll
-            for (int phase = 0; phase < SET_PHASES; ++phase) {
+            for (int phase = 0; phase < SET_PHASES; phase += OUT_CHANNELS_LAST ? 1 : STRIDE_W) {
                 issue_in_order();
-                const int phase_w = phase % STRIDE_W;
+                const int phase_w = OUT_CHANNELS_LAST ? phase % STRIDE_W : FIRST_PHASE_W;
                 const int phase_h = ALL_PHASES ? phase / STRIDE_W % PHASES_H : b.phase_h;
                 const int phase_d = ALL_PHASES ? phase / STRIDE_W / PHASES_H : b.phase_d;
-                const Index ow = (b.w + w + late(p.pad[2], STRIDE_W, phase_w)) * STRIDE_W + phase_w - (Index)p.pad[2];
+                const Index ow = (b.w + w + late_w(p.pad[2], phase_w)) * STRIDE_W + phase_w - (Index)p.pad[2];
                 const Index oh = (b.h + h + (ALL_PHASES ? late(p.pad[1], STRIDE_H, phase_h) : 0)) * STRIDE_H + phase_h -
                                  (Index)p.pad[1];
                 const Index od = (b.d + slice + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, phase_d) : 0)) * STRIDE_D +
                                  phase_d - (Index)p.pad[0];
                 const bool inside = ours && within(od, p.out_extent[0]) && within(oh, p.out_extent[1]) &&
                                     within(ow, p.out_extent[2]);
-                const int set = set_of(phase / STRIDE_W / PHASES_H, phase / STRIDE_W % PHASES_H, phase_w);
+                Stored* const to =
+                    out + od * (Index)p.out_stride[2] + oh * (Index)p.out_stride[3] + ow * (Index)p.out_stride[4];
+                const int of_d = phase / STRIDE_W / PHASES_H, of_h = phase / STRIDE_W % PHASES_H;
+#if !OUT_CHANNELS_LAST
+                store_run(to, acc, tile, half, of_d, of_h, bias + own, ow, inside ? left - own : 0, p);
+#else
+                const int set = sum_of(of_d, of_h, phase_w);
                 TwoChannels sums;
 #pragma unroll
                 for (int c = 0; c < TILES_C; ++c) {
-                    const Pack<float, 2> offset = *reinterpret_cast<const Pack<float, 2>*>(bias + c * 8 + lane % 4 * 2);
+                    const Pack<float, 2> offset = *reinterpret_cast<const Pack<float, 2>*>(bias + c * 8 + own);
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        sums.value[c][i] = offset.value[i] + (set >= 0 && alive ? acc.value[set < 0 ? 0 : set][tile][(MERGE_W ? 0 : c) * 4 + half * 2 + i] : 0.0f);
+                        sums.value[c][i] = offset.value[i] +
+                                           (set < 0 || !alive ? 0.0f : acc.value[set < 0 ? 0 : set][tile][c * 4 + half * 2 + i]);
                 }
-                store_two(out + od * (Index)p.out_stride[2] + oh * (Index)p.out_stride[3] + ow * (Index)p.out_stride[4],
-                          sums, inside ? left : 0, p);
+                store_two(to, sums, inside ? left : 0, p);
+#endif
             }
         }
     }
 }
+#endif
 
 __device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, const Target* targets,
                                       const int (&start)[TILES_M], int tiles, const Problem& p, const Staged& s,
                                       const Block& b, const Stored* bias, Stored* out, bool alive) {
     bring_bias(turned, bias, p, b.tile_c, b.group);
     out += b.n * p.out_stride[0] + (b.group * p.c_out + b.tile_c * TILE_C) * p.out_stride[1];
-#if OUT_CHANNELS_LAST
+#if !OUT_TURNED
     warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);
-    store_channels(acc, turned.bias, start, tiles, p, s, b, out, alive);
+    store_held(acc, turned.bias, start, tiles, p, s, b, out, alive);
 #else
     const Index first_d = b.d * STRIDE_D + b.phase_d - (Index)p.pad[0], first_h = b.h * STRIDE_H + b.phase_h - (Index)p.pad[1];
     const Index first_w = b.w * STRIDE_W - (Index)p.pad[2];
@@ -472,11 +531,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Piece* const stages = slots + RING * SLOT;
     Turned* const turned = reinterpret_cast<Turned*>(stages + TEAMS * X_STAGES * PLANES * s.plane);
     Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
-    Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
+    Item* const items = reinterpret_cast<Item*>(targets + (OUT_TURNED ? TARGETS * TEAM_THREADS : 0));
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
     if (threadIdx.x == 0) init_barriers(x_ring, weight_ring);
-#if !OUT_CHANNELS_LAST
+#if OUT_TURNED
     if (threadIdx.x < TEAMS * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
     for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i);
@@ -535,7 +594,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (is_empty(b, slice, p)) continue;
                 for (int left = (int)p.c_in; left > 0; left -= CHUNK) {
                     ring.wait_until_free();
-                    stage_x(stages + (team * X_STAGES + ring.place) * PLANES * s.plane, from, items, p, s, left, thread);
+                    const int place = team * X_STAGES + later(ring.place);
+                    stage_x(stages + place * PLANES * later(s.plane), from, items, p, s, left, thread);
                     publish_shared_writes();
                     barrier_arrive(ring.full + ring.place);
                     ring.next<X_STAGES>();

@@ -72,6 +72,10 @@
 #ifndef OUT_VECTOR  // whether four channels of a channels-last result may be written at a time
 #define OUT_VECTOR 0
 #endif
+#ifndef OUT_RUN  // so many outputs along W, which a thread holds, are written at a time; if it is 1, results are turned
+#define OUT_RUN 1
+#endif
+#define OUT_TURNED (!OUT_CHANNELS_LAST && OUT_RUN == 1)
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2
 #endif
@@ -99,6 +103,7 @@ constexpr int TILE_C = 8 * TILES_C;
 constexpr int ROWS = 64 * TILES_M * TEAM;  // positions of a box, those of no use included
 static_assert(!TAKE_TURNS || RESIDENT, "weights that pass by are for all workers");
 static_assert(!(MERGE_W && OUT_CHANNELS_LAST), "sums of taps are shifted where they are turned");
+static_assert(!OUT_CHANNELS_LAST || OUT_RUN == 1, "a run is of one channel");
 
 constexpr int BARRIERS = 2 * (TEAMS * X_STAGES + RING);
 constexpr int BARRIER_BYTES = round_up(8 * BARRIERS, 128);

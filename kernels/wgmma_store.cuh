@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_two(Stored* to, const TwoChannels& sums, i
 // What a team of workers shares to store a box.
 struct Turned {
     float bias[TILE_C];
-#if !OUT_CHANNELS_LAST
+#if OUT_TURNED
     float sums[SLICES][SLICE];
 #endif
 };
@@ -147,7 +147,7 @@ __device__ __forceinline__ void bring_bias(Turned& turned, const Stored* bias, c
     }
 }
 
-#if !OUT_CHANNELS_LAST
+#if OUT_TURNED
 // Stores the box whose first output is at d, h, w; `out` is the first channel of the tile, of whose `channels` exist.
 __device__ __forceinline__ void store_turned(const Accumulators& acc, Turned& turned, const Target* targets, Index d, Index h,
                                              Index w, int channels, const Problem& p, Stored* out, bool alive) {

@@ -61,6 +61,7 @@ def cases() -> dict[str, dict[str, Any]]:
         fields = {"device": Device(90, 1, SHARED_BYTES), "plan": plan_with(tile)}
         found[f"{tiles_c}-tiles-{'last' if last else 'rows'}"] = {"spec": spec, "dtype": "bfloat16", **fields}
     found.update(sliding_cases())
+    found.update(run_cases())
     return found
 
 
@@ -90,6 +91,24 @@ def sliding_cases() -> dict[str, dict[str, Any]]:
             "device": device,
             "plan": plan,
         }
+    return found
+
+
+def run_cases() -> dict[str, dict[str, Any]]:
+    """Return cases of runs along W of every length."""
+    # Kernel, stride, C_in, C_out, dtype, precision and the tile.
+    table = (
+        ((2, 2, 2), (2, 2, 2), 16, 19, "float32", "tf32", Tile(2, 2, 1, 3, True, 1, 2, 8, True, True, True, 1)),
+        ((3, 4), (1, 4), 12, 9, "float32", "tf32x3", Tile(1, 1, 2, 1, False, 1, 2, 3, False, False, False, 2)),
+        ((16,), (8,), 40, 24, "bfloat16", None, Tile(2, 2, 1, 1, False, 2, 4, 3, False, False, False, 1)),
+    )
+    found = {}
+    for index, (kernel, stride, c_in, c_out, dtype, precision, tile) in enumerate(table):
+        ones = (1,) * len(kernel)
+        fields = {"precision": precision, "device": Device(90, 1, SHARED_BYTES), "plan": plan_with(tile, index == 1)}
+        shifts = (*(None,) * (len(kernel) - 1), 0)
+        spec = Specialisation(kernel, stride, ones, c_in, c_out, ROWS, ROWS[:3], shifts=shifts)
+        found[f"runs-{index}"] = {"spec": spec, "dtype": dtype, **fields}
     return found
 
 
@@ -145,7 +164,10 @@ def serves(tile: Tile, spec: Specialisation, dtype: str, precision: str | None) 
         problem = case(shape, spec.c_out_per_group, spec.kernel, spec.stride, padding, dilation=spec.dilation)
         geometry = geometry_of(problem)
         for out_last in (x_last, spec.out_layouts == LAST):
-            layout = dataclasses.replace(layout_of(geometry, x_last), out=layout_of(geometry, out_last).out)
+            # What is not aligned is turned, which takes more shared memory.
+            layout = dataclasses.replace(
+                layout_of(geometry, x_last), out=layout_of(geometry, out_last).out, out_aligned=False
+            )
             if isinstance(plan_tile(geometry, dtype, layout, precision, DEVICES[90], tile), Refusal):
                 return False
     return True

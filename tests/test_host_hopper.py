@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
-from host.backend import launch
+from harness import check
+from host.backend import launch, on_host
 from host.build import kernel_sources, why_not
-from strategies import DTYPES
-from test_host_faults import VALUES, plant
+from host_phase_wgmma import plan_with
+from strategies import DTYPES, case
+from test_host_faults import PASSING, STAYING, VALUES, WGMMA_DEVICE, plant
+
+from cuconvt.plan import Plan
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -315,3 +322,89 @@ def test_misuse_is_caught(name: str) -> None:
         run_roles(plant(kernel_sources(FILE), before, after))
     if caught_by != VALUES:
         assert "in kernel roles, block" in str(caught.value)
+
+
+# ---- results written as runs along W ---------------------------------------------------------------------------------
+
+SLIDING = dataclasses.replace(STAYING, tiles_c=1, ring=3, resident=False, take_turns=False, slides=True)
+ALL_PHASES = dataclasses.replace(PASSING, tiles_c=1, all_phases=True)
+MERGED = dataclasses.replace(PASSING, merge_w=True)
+
+# A problem, the tile, dtype and precision, how many outputs are written at a time, and other fields of `plan_with`.
+RUNS = {
+    "no overlap": (case((2, 17, 3, 5, 9), 19, 2, 2, has_bias=True), MERGED, "float32", "tf32", 2),
+    "merged taps with dead phases between": (
+        case((2, 9, 7, 23), 12, (3, 2), (1, 8), dilation=(1, 7)),
+        MERGED,
+        "bfloat16",
+        None,
+        8,
+    ),
+    "late phases": (case((2, 17, 7, 20), 12, 3, 2, 1, 1, has_bias=True), PASSING, "float32", "tf32x3", 2),
+    "late phases of all axes": (case((1, 9, 3, 5, 18), 7, 3, 2, 1, 1), ALL_PHASES, "bfloat16", None, 2),
+    "every other phase dead": (
+        case((2, 8, 5, 6, 11), 9, 3, 2, 1, 1, 2, 2, has_bias=True),
+        ALL_PHASES,
+        "float16",
+        None,
+        2,
+    ),
+    "blocks of dead phases": (
+        case((2, 9, 5, 6, 11), 9, 3, 2, 1, 1, dilation=2, has_bias=True),
+        PASSING,
+        "bfloat16",
+        None,
+        2,
+    ),
+    "slides": (case((2, 17, 7, 5, 9), 9, (3, 3, 4), 2, (1, 1, 1), has_bias=True), SLIDING, "float32", "tf32", 2),
+    "two stores a position": (case((3, 24, 37), 16, 16, 8, ((4, 0),), has_bias=True), PASSING, "float32", "tf32x3", 4),
+    "groups, 64 bits": (case((2, 24, 6, 31), 20, 4, 4, (1, 2), groups=2), PASSING, "float16", None, 4),
+    "some of a position": (case((2, 8, 5, 21), 10, 5, (1, 6), 1, (0, 3), has_bias=True), PASSING, "float32", "tf32", 2),
+    "patches": (case((1, 9, 16, 24), 17, 4, 2, 1), PASSING, "float16", None, 2),
+}
+
+
+def check_runs(name: str, sources: dict[str, str] | None = None) -> set[int]:
+    """Run a problem of the table, and return how many outputs were written at a time."""
+    problem, tile, dtype, precision, _ = RUNS[name]
+    seen = set()
+
+    def plan(*arguments: Any) -> Plan:
+        planned = plan_with(tile, "64" in name, name == "patches")(*arguments)
+        seen.add(dict(planned.defines)["OUT_RUN"])
+        return planned
+
+    with on_host("phase_wgmma", WGMMA_DEVICE, precision, sources=sources, plan=plan):
+        check(problem, dtype, precision=precision)
+    return seen
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_along_w(name: str) -> None:
+    assert check_runs(name) == {RUNS[name][-1]}
+
+
+RUN_FAULTS = {
+    "the phases of a run in another order": ("(FIRST_PHASE_W + first + j)", "(FIRST_PHASE_W + first + j + 1)", VALUES),
+    "a run one element further": ("at = to + first;", "at = to + first + 1;", "misaligned address"),
+    "one channel too few": ("if (c * 8 + i < there)", "if (c * 8 + i + 1 < there)", "nobody wrote byte .* of out"),
+    "one channel too many": (
+        "if (c * 8 + i < there)",
+        "if (c * 8 + i <= there)",
+        "writes byte .* of out|heap-buffer-overflow|belong to no",
+    ),
+    "a run at the output's edge": (
+        "const int there = within(ow + first, p.out_extent[2]) ? left : 0;",
+        "const int there = left;",
+        "writes byte .* of out|heap-buffer-overflow|belong to no",
+    ),
+    "channels in another order": ("(c * 8 + i) * step) = run", "(c * 8 + 1 - i) * step) = run", VALUES),
+}
+
+
+@pytest.mark.parametrize("name", RUN_FAULTS)
+def test_faults_of_runs_are_caught(name: str) -> None:
+    before, after, caught_by = RUN_FAULTS[name]
+    problem = "two stores a position" if "edge" in name else "late phases"
+    with pytest.raises(AssertionError, match=caught_by):
+        check_runs(problem, plant(kernel_sources("phase_wgmma.cu"), before, after))

@@ -22,7 +22,7 @@ from cuconvt.phases import axis_phases
 from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan
 from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
 from cuconvt.plan_gather import plan_gather
-from cuconvt.plan_phase_wgmma import Work, _batch_as_depth, choose_tile, plan_phase_wgmma, tiles
+from cuconvt.plan_phase_wgmma import Work, _batch_as_depth, candidates, choose_tile, plan_phase_wgmma, tiles
 
 Ints = tuple[int, ...]
 Kind = tuple[str, str | None]
@@ -524,6 +524,64 @@ def test_wgmma_is_compiled_for_neither_batch_nor_extents(
         return
     assert isinstance(other, Plan)
     assert {**dict(other.defines), "INDEX64": 0} == dict(plan.defines)
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind", "fields"),
+    [
+        (case((2, 64, 9, 9, 9), 32, 2, 2), ("float32", "tf32"), {"tiles_c": 4, "k_steps": 2, "all_phases": True}),
+        (case((2, 64, 9, 9, 9), 32, 2, 2), ("bfloat16", None), {"tiles_c": 4, "k_steps": 2, "all_phases": True}),
+        (FIXED["kb70"], ("float32", "tf32"), {"min_blocks": 2, "tiles_m": 4, "tiles_c": 3, "slides": True}),
+        (FIXED["kb61"], ("float32", "tf32x3"), {"tiles_m": 3, "tiles_c": 6}),
+    ],
+)
+def test_fast_tiles_are_not_thought_to_spill(problem: Problem, kind: Kind, fields: dict[str, int]) -> None:
+    geometry = geometry_of(problem)
+    found = candidates(geometry, kind[0], layout_of(geometry), kind[1], DEVICES[90])
+    assert any(fields.items() <= dataclasses.asdict(plan.tile).items() for plan in found)
+
+
+# How many outputs along W of a position are written at a time, by one channel's rows.
+RUNS = {
+    "two floats": (case((1, 8, 9, 9), 8, 2, 2), "float32", {}, 2),
+    "four floats": (case((1, 8, 9), 8, 16, 8, 4), "float32", {}, 4),
+    "eight halves": (case((1, 8, 9), 8, 16, 8, 4), "float16", {}, 8),
+    "part of a position": (case((1, 8, 9), 8, 6, 6), "float16", {}, 2),
+    "less, since rows have no multiple of eight": (case((1, 8, 9), 8, 12, 8), "float16", {}, 4),
+    "stride 1": (case((1, 8, 10), 8, 1), "float16", {}, 1),
+    "odd rows": (case((1, 8, 9, 9), 8, 3, 2, 1), "float32", {}, 1),
+    "a misaligned result": (case((1, 8, 9, 9), 8, 2, 2), "float32", {"out_aligned": False}, 1),
+    "rows in longer ones": (case((1, 8, 9, 9), 8, 2, 2), "float32", {"out": (3200, 400, 400, 20, 1)}, 2),
+    "rows in longer, odd ones": (case((1, 8, 9, 9), 8, 2, 2), "float32", {"out": (3024, 378, 378, 21, 1)}, 1),
+    "reversed rows": (case((1, 8, 9, 9), 8, 2, 2), "float32", {"out": (2592, 324, 324, 18, -1)}, 1),
+    "channels last": (case((1, 8, 9, 9), 8, 2, 2), "float32", {"out": (2592, 1, 2592, 144, 8)}, 1),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_aligned_rows_are_written_as_runs(name: str) -> None:
+    problem, dtype, changed, run = RUNS[name]
+    geometry = geometry_of(problem)
+    layout = dataclasses.replace(layout_of(geometry), **changed)
+    plan = plan_phase_wgmma(geometry, dtype, layout, "tf32" if dtype == "float32" else None, DEVICES[90])
+    assert isinstance(plan, Plan)
+    defines = dict(plan.defines)
+    assert defines["OUT_RUN"] == run
+    assert defines["FIRST_PHASE_W"] == (geometry.pad_before[2] % geometry.stride[2] if run > 1 else 0)
+
+
+def test_sums_that_are_shifted_are_turned() -> None:
+    """Taps that are multiplied at once and overlap: a thread does not hold an output's whole sum."""
+    problem, none = case((1, 8, 9, 9, 9), 8, 4, 2, 1), case((1, 8, 9, 9, 9), 8, 2, 2)
+    for this, run in ((problem, 1), (none, 2)):
+        geometry = geometry_of(this)
+        layout = layout_of(geometry)
+        runs = {
+            dict(plan.defines)["OUT_RUN"]
+            for plan in candidates(geometry, "float16", layout, None, DEVICES[90])
+            if dict(plan.defines)["MERGE_W"]
+        }
+        assert runs == {run}
 
 
 # ---- 32 and 64 bits ----------------------------------------------------------------------------------------------
