@@ -22,6 +22,7 @@ from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES, make_weight_gradient_plan, plan_weight_gradient
 from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
 from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
+from cuconvt.plan_weight_gradient_wgmma import plan_weight_gradient_wgmma
 
 MAKE = {"correlate": make_correlate_plan, "weight_gradient": make_weight_gradient_plan}
 FAMILIES = (
@@ -32,6 +33,7 @@ FAMILIES = (
     plan_weight_gradient,
     plan_weight_gradient_few_channels,
     plan_weight_gradient_gemm,
+    plan_weight_gradient_wgmma,
 )
 AT = [name for name, length in struct_fields() for _ in range(length)]
 PARTS = AT.index("tiles") + 3
@@ -85,7 +87,7 @@ def test_neither_batch_nor_extents_recompile(operation: str, name: str) -> None:
         ("correlate", FIXED["depthwise"], "float16", None, "correlate_few_channels"),
         ("weight_gradient", FIXED["kb61"], "float32", None, "weight_gradient_gemm"),
         ("weight_gradient", FIXED["kb61"], "float32", "ieee", "weight_gradient"),
-        ("weight_gradient", FIXED["vocoder_1d"], "float16", None, "weight_gradient_gemm"),
+        ("weight_gradient", FIXED["vocoder_1d"], "float16", None, "weight_gradient_wgmma"),
         ("weight_gradient", FIXED["depthwise"], "bfloat16", None, "weight_gradient_few_channels"),
     ],
 )

@@ -1,0 +1,437 @@
+"""Plans of the kernel for weight gradients on Hopper's tensor cores, ``kernels/weight_gradient_wgmma.cu``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp, gcd, log, prod
+from typing import NamedTuple
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import (
+    AXES,
+    DTYPE_CODES,
+    MAX_GRID,
+    Device,
+    Ints,
+    Layout,
+    Plan,
+    Refusal,
+    at_residue,
+    problem_parameters,
+)
+from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
+from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
+
+PIECE = 8  # numbers in 16 bytes: a run of positions along W, or of elements of y
+PIECE_BYTES = 16
+MAX_TILES_IN = 24  # times 8 columns of a product
+MAX_EIGHTS_OUT = 32  # times 8 channels of y
+MAX_TAPS = 4, 4, 16  # of a tile along D, H, W, and W again where there are groups
+MAX_CHUNKS = 10  # of words that a lane reads for a pair of positions
+MAX_FAR = 2**15 - 1  # what an item is from its box's start along D and H
+MAX_PLACE = 2**16 - 1  # words of shared memory
+STAGES = 4
+BARRIER_BYTES = 128
+WAVES = 4  # of blocks, at most
+MAX_WORKSPACE_BYTES = 256 * 2**20
+KINDS = ((2, 1), (1, 2), (3, 1), (1, 3))  # workers of a block, and blocks on a multiprocessor
+GROUPS = (1, 2, 4)  # of taps along W
+STAGER_REGISTERS = 40
+# Of a worker with one tile of 64 rows and with several, besides sums and operands; with fewer, products are serialised.
+OTHER_REGISTERS = 14, 30
+
+# Rates of an H200's multiprocessor, per clock, that the cost estimate uses: fitted to 60 tiles' times for 12 problems.
+LEAST_CLOCKS = 24  # of a product
+UNIT_CLOCKS = 135  # from the end of a worker's products to the start of its next ones
+SHARED_BYTES_A_CLOCK = 128
+L2_BYTES_A_CLOCK = 27
+# By the stagers of a block, with loads of so many bytes (1: of elements that are apart).
+FETCHED_BYTES_A_CLOCK = {16: 100.0, 4: 10.0, 2: 1.5, 1: 0.25}
+SECTOR = 32
+OVERLAP = 0.05  # what of the less busy units' time adds to the busiest one's
+BOX_CLOCKS = 1400
+BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
+PARTS_BYTES_A_CLOCK = 18
+# The cost that is compared with other kernels', relative to the estimated time, by how many bytes of rows of y are read
+# at a time. The estimates of weight_gradient_gemm, its only rival, are such parts of that kernel's measured times.
+COST_OF_TIME = {16: 0.75, 4: 0.9, 2: 0.41, 1: 0.41}
+TYPICAL_EXTENTS = {1: (256, 4096), 2: (16, 64, 128), 3: (8, 32, 48, 64)}  # of an axis, by rank
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The compile-time shape of a block; the fields are the macros of the kernel."""
+
+    workers: int
+    channels_out: int  # of y, of a block
+    taps_d: int
+    taps_h: int
+    taps_w: int  # that have sums of their own
+    tiles_in: int  # times 8 channels of x
+    min_blocks: int
+    groups_w: int = 1  # times as many taps along W, as rows of the product
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product that are of use."""
+        return self.channels_out * self.groups_w * self.taps_d * self.taps_h
+
+    @property
+    def taps(self) -> tuple[int, int, int]:
+        """Taps of a block along D, H, W."""
+        return self.taps_d, self.taps_h, self.taps_w * self.groups_w
+
+    @property
+    def tiles_m(self) -> int:
+        """Rows of a worker, in units of 64."""
+        return -(-self.rows // (64 * self.workers))
+
+    @property
+    def channels_in(self) -> int:
+        return 8 * self.tiles_in
+
+    @property
+    def sums(self) -> int:
+        """Registers of a worker's thread that hold sums."""
+        return self.tiles_m * self.taps_w * 4 * self.tiles_in
+
+    @property
+    def values(self) -> int:
+        """Weights of a block, and what its tile reaches beyond them."""
+        return 128 * self.workers * self.sums
+
+    @property
+    def worker_registers(self) -> int:
+        """Registers of a worker's thread: the block has no more than it started with, and stagers give up theirs."""
+        at_start = min(65536 // (128 * (self.workers + 1) * self.min_blocks), 248) // 8 * 8
+        return min(240, (at_start * (self.workers + 1) - STAGER_REGISTERS) // self.workers // 8 * 8)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a tile's choice depends on: everything but N and extents."""
+
+    rank: int
+    kernel: Ints
+    stride: Ints
+    dilation: Ints
+    early: int  # elements before the first one that is used, in a staged row of y
+    groups: int
+    c_in: int  # per group
+    c_out: int
+    x_bytes: int  # that rows of x may be read at a time
+    y_bytes: int  # likewise, as far as their alignment goes
+
+    @classmethod
+    def of(cls, geometry: Geometry, layout: Layout) -> Shape:
+        g = geometry
+        return cls(
+            rank=g.rank,
+            kernel=g.kernel,
+            stride=g.stride,
+            dilation=g.dilation,
+            early=-g.pad_before[2] % PIECE,
+            groups=g.groups,
+            c_in=g.c_in_per_group,
+            c_out=g.c_out_per_group,
+            x_bytes=_row_bytes(layout.x, layout.x_aligned, g.x_extent[2]),
+            y_bytes=_row_bytes(layout.out, layout.out_aligned, g.out_extent[2]),
+        )
+
+
+def _row_bytes(strides: Ints, aligned: bool, extent: int) -> int:
+    """Return how many bytes of a row may be read at a time; 1 where elements of a row are apart in memory."""
+    if strides[4] != 1:
+        return 1
+    return next((2 * n for n in (8, 2) if aligned and not any(number % n for number in (*strides[:4], extent))), 2)
+
+
+def plan_weight_gradient_wgmma(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
+) -> Plan | Refusal:
+    """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve."""
+    name = "weight_gradient_wgmma"
+    if reason := _refuse(geometry, dtype, precision, device):
+        return Refusal(name, reason)
+    geometry, layout = _batch_as_depth(geometry, layout)
+    work = Work(Shape.of(geometry, layout))
+    if tile is None:
+        tile = choose_tile(work.shape, device)
+    cost = None if tile is None else work.typical_cost(tile, device)
+    if tile is None or cost is None:
+        return Refusal(name, f"no box with what its taps reach fits into {device.shared_bytes} bytes of shared memory")
+    tiles = work.tiles_of_weights(tile)
+    choice = work.best_box(tile, geometry, device) if tiles <= MAX_GRID else None
+    if choice is None or geometry.n * _count(geometry.x_extent, choice[0]) >= 2**31:
+        return Refusal(name, f"{tiles} tiles, or their boxes, are more than it counts")
+    box, parts = choice
+    boxes = tuple(-(-x // b) for x, b in zip(geometry.x_extent, box, strict=True))
+    index64 = reads_need_64_bits(geometry, layout, box)
+    per_axis = {"KERNEL": geometry.kernel, "STRIDE": geometry.stride, "DILATION": geometry.dilation}
+    defines = (
+        ("DTYPE", DTYPE_CODES[dtype]),
+        *(
+            (f"{name}_{axis}", value)
+            for name, values in per_axis.items()
+            for axis, value in zip(AXES, values, strict=True)
+        ),
+        ("WORKERS", tile.workers),
+        ("TILES_M", tile.tiles_m),
+        ("CHANNELS_OUT", tile.channels_out),
+        ("TAPS_D", tile.taps_d),
+        ("TAPS_H", tile.taps_h),
+        ("TAPS_W", tile.taps_w),
+        ("GROUPS_W", tile.groups_w),
+        ("TILES_IN", tile.tiles_in),
+        ("EARLY", work.early(tile)),
+        ("STAGES", STAGES),
+        ("INDEX64", int(index64)),
+        ("MIN_BLOCKS", tile.min_blocks),
+        ("WORKER_REGISTERS", tile.worker_registers),
+        ("STAGER_REGISTERS", STAGER_REGISTERS),
+    )
+    return Plan(
+        kernel=name,
+        defines=defines,
+        grid=tiles * parts,
+        block=128 * (tile.workers + 1),
+        shared_bytes=work.stage(tile, box).shared_bytes(index64),
+        problem=problem_parameters(
+            geometry,
+            layout,
+            (*boxes, parts),
+            work.shape.x_bytes,
+            work.y_bytes(tile),
+            (*box, work.stage(tile, box).y_channel, 0, 0, 0, 0, 0, 0, 0),
+        ),
+        cost=COST_OF_TIME[work.y_bytes(tile)] * cost * geometry.n * prod(geometry.x_extent),
+        workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
+        sums=tiles * tile.values if parts > 1 else 0,
+        tile=tile,
+    )
+
+
+def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
+    if device.compute_capability != 90:
+        return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
+    if dtype not in ("float16", "bfloat16"):
+        return f"computes in float16 and bfloat16, not in {precision or dtype}"
+    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
+        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    return None
+
+
+class Stage(NamedTuple):
+    """A box in shared memory; sizes in pieces of 16 bytes."""
+
+    y_box: tuple[int, int, int]
+    y_channel: int  # so many that eight channels lie in different banks
+    pieces: int
+    items: int  # of the lists of what stagers fetch
+
+    def shared_bytes(self, index64: bool) -> int:
+        return BARRIER_BYTES + STAGES * PIECE_BYTES * self.pieces + self.items * (32 if index64 else 16)
+
+
+class Work:
+    """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+
+    def staged(self, tile: Tile, axis: int, box: int) -> tuple[int, int, int]:
+        """Return what `staged_axis` does for the taps of a tile."""
+        return staged_axis(tile.taps[axis], self.shape.stride[axis], self.shape.dilation[axis], box)
+
+    def gap_w(self, tile: Tile) -> int:
+        """Return how far neighbours in a staged row of y are apart in the array."""
+        stride, dilation = self.shape.stride[2], self.shape.dilation[2]
+        return gcd(stride, dilation) if tile.taps[2] > 1 else stride
+
+    def early(self, tile: Tile) -> int:
+        return self.shape.early if self.gap_w(tile) == 1 else 0
+
+    def y_bytes(self, tile: Tile) -> int:
+        """Return how many bytes of a row of y are read at a time."""
+        s = self.shape
+        if self.gap_w(tile) > 1:
+            return min(s.y_bytes, 2)
+        next_tile = 2 * tile.taps[2] * s.dilation[2] if tile.taps[2] < s.kernel[2] else 0
+        return next((n for n in (16, 4, 2) if n <= s.y_bytes and next_tile % n == 0), 1)
+
+    def chunk(self, tile: Tile) -> int:
+        """Return how many words of y a lane reads at a time."""
+        return gcd(self.staged(tile, 2, 1)[0], 4)
+
+    def words(self, tile: Tile) -> int:
+        """Return how many words of y a lane reads for a pair of positions."""
+        step, hop, _ = self.staged(tile, 2, 1)
+        elements = [self.early(tile) + tap * hop + i * step for tap in range(tile.taps_w) for i in range(2)]
+        chunk = self.chunk(tile)
+        return chunk * len({element // 2 // chunk for element in elements})
+
+    def registers(self, tile: Tile) -> int:
+        """Estimate the registers of a worker's thread."""
+        others = OTHER_REGISTERS[min(tile.tiles_m, 2) - 1]
+        return tile.sums + 4 * tile.taps_w + 4 * self.words(tile) + 2 * tile.tiles_m + others
+
+    def tiles_of_weights(self, tile: Tile) -> int:
+        s = self.shape
+        taps = prod(-(-k // t) for k, t in zip(s.kernel, tile.taps, strict=True))
+        return taps * -(-s.c_out // tile.channels_out) * -(-s.c_in // tile.channels_in) * s.groups
+
+    def y_box(self, tile: Tile, box: Ints) -> tuple[int, int, int]:
+        """Return what the taps of a tile reach, along W in pieces."""
+        d, h, w = (self.staged(tile, axis, extent)[2] for axis, extent in enumerate(box))
+        return d, h, -(-(self.early(tile) + w) // PIECE)
+
+    def stage(self, tile: Tile, box: Ints) -> Stage:
+        y_box, runs = self.y_box(tile, box), box[2] // PIECE
+        step, chunk = self.staged(tile, 2, 1)[0], self.chunk(tile)
+        apart = chunk if step // chunk % 2 else 1
+        channel = at_residue(prod(y_box), apart, 2 * apart)
+        x_run = tile.channels_in + (1 if runs >= 8 else 2 if runs >= 4 else 4 if runs >= 2 else 0)
+        x_parts, y_parts = (1 if fetched == 16 else 4 for fetched in (self.shape.x_bytes, self.y_bytes(tile)))
+        return Stage(
+            y_box,
+            channel,
+            pieces=box[0] * box[1] * runs * x_run + tile.channels_out * channel,
+            items=box[0] * box[1] * runs * x_parts + prod(y_box) * y_parts,
+        )
+
+    def fits(self, tile: Tile, box: Ints, device: Device) -> bool:
+        """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
+        room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
+        if tile.channels_in * prod(box) * 2 * STAGES > room:
+            return False
+        stage, strides = self.stage(tile, box), self.shape.stride
+        far = max(stage.y_box[0] * strides[0], stage.y_box[1] * strides[1])
+        return far <= MAX_FAR and 4 * stage.pieces <= MAX_PLACE and stage.shared_bytes(True) <= room
+
+    def boxes(self, extents: Ints) -> Iterator[Ints]:
+        """Yield boxes for so many positions along D, H, W: of whole runs, and an even number of them."""
+        runs = -(-extents[2] // PIECE)
+        for w in sorted({_even(runs, most) for most in (1, 2, 4, 8, 16)}):
+            for h in sorted({_even(extents[1], most) for most in (1, 2, 4, 8, 16)}):
+                for d in sorted({_even(extents[0], most) for most in (1, 2, 4, 8)}):
+                    if d * h * w > 64:
+                        continue
+                    if d * h * w % 2 == 0:
+                        yield d, h, PIECE * w
+                    elif w > 1 or extents[1] == 1:
+                        yield d, h, PIECE * (w + 1)
+                    else:
+                        yield d, h + 1, PIECE * w
+
+    def best_box(self, tile: Tile, geometry: Geometry, device: Device) -> tuple[Ints, int] | None:
+        """Return the box with the least time for so many positions, and into how many parts these are cut."""
+        choices = (
+            (box, parts)
+            for box in self.boxes(geometry.x_extent)
+            if self.fits(tile, box, device)
+            for parts in self.parts(tile, box, geometry, device)
+        )
+        return min(choices, key=lambda choice: self.time(tile, choice[0], choice[1], geometry, device), default=None)
+
+    def parts(self, tile: Tile, box: Ints, geometry: Geometry, device: Device) -> list[int]:
+        """Return into how many parts the positions may be cut: as many as some rounds of blocks take, or one."""
+        tiles, boxes = self.tiles_of_weights(tile), geometry.n * _count(geometry.x_extent, box)
+        most = min(boxes, MAX_WORKSPACE_BYTES // (4 * tiles * tile.values), MAX_GRID // tiles)
+        held = tile.min_blocks * device.multiprocessors
+        return sorted({max(1, min(most, rounds * held // tiles)) for rounds in range(WAVES + 1)})
+
+    def time(self, tile: Tile, box: Ints, parts: int, geometry: Geometry, device: Device) -> float:
+        """Estimate the clocks of a launch, and of the second pass."""
+        tiles, boxes = self.tiles_of_weights(tile), geometry.n * _count(geometry.x_extent, box)
+        rounds = -(-parts * tiles // (tile.min_blocks * device.multiprocessors))
+        clocks = rounds * tile.min_blocks * (-(-boxes // parts) + BOXES_AROUND) * self.clocks(tile, box)
+        if parts > 1:
+            written = 4 * tile.values * tile.min_blocks * rounds  # by a multiprocessor
+            read = 4 * tile.values * tiles * parts / device.multiprocessors
+            clocks += (written + read) / PARTS_BYTES_A_CLOCK
+        return clocks
+
+    def typical_cost(self, tile: Tile, device: Device) -> float | None:
+        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""
+        rank, logarithms = self.shape.rank, 0.0
+        for typical in TYPICAL_EXTENTS[rank]:
+            extents = tuple(typical if axis >= 3 - rank else 64 for axis in range(3))
+            costs = (
+                self.clocks(tile, box) * _count(extents, box)
+                for box in self.boxes(extents)
+                if self.fits(tile, box, device)
+            )
+            cost = min(costs, default=None)
+            if cost is None:
+                return None
+            logarithms += log(cost * self.tiles_of_weights(tile) / prod(extents))
+        return exp(logarithms / len(TYPICAL_EXTENTS[rank]))
+
+    def least_cost(self, tile: Tile) -> float:
+        """Return a lower bound of a position's clocks: the products alone, and what they read."""
+        tensor, shared, workers = (clocks * tile.tiles_m / 16 for clocks in self.unit_clocks(tile))
+        busiest = max(tensor, shared, workers)
+        return (busiest + OVERLAP * (tensor + shared - busiest)) * self.tiles_of_weights(tile)
+
+    def unit_clocks(self, tile: Tile) -> tuple[float, float, float]:
+        """Estimate the clocks of all workers for 16 positions and 64 rows: tensor cores, shared memory, waits."""
+        products = tile.taps_w * max(tile.channels_in / 2, LEAST_CLOCKS)
+        shared = tile.taps_w * tile.channels_in / 4 + 16 * self.words(tile)
+        return tile.workers * products, tile.workers * shared, (products + UNIT_CLOCKS) / tile.min_blocks
+
+    def clocks(self, tile: Tile, box: Ints) -> float:
+        """Estimate a multiprocessor's clocks for one box."""
+        s = self.shape
+        tensor, shared, workers = (prod(box) // 16 * tile.tiles_m * clocks for clocks in self.unit_clocks(tile))
+        x_bytes = 2 * prod(box) * min(tile.channels_in, s.c_in)
+        y_bytes = PIECE_BYTES * prod(self.y_box(tile, box)) * min(tile.channels_out, s.c_out)
+        fetch, l2 = 0.0, 0.0
+        for count, size, gap in ((x_bytes, s.x_bytes, 1), (y_bytes, self.y_bytes(tile), self.gap_w(tile))):
+            apart = SECTOR / 2 if size == 1 else min(gap, SECTOR / 2)
+            shared += count * (1 if size > 2 else 3 * apart) / SHARED_BYTES_A_CLOCK
+            fetch += count / FETCHED_BYTES_A_CLOCK[size] / tile.min_blocks
+            l2 += count * apart / L2_BYTES_A_CLOCK
+        busiest = max(tensor, shared, fetch, l2, workers)
+        return busiest + OVERLAP * (tensor + shared + l2 - busiest) + BOX_CLOCKS / tile.min_blocks
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_tile(shape: Shape, device: Device) -> Tile | None:
+    """Return the best tile for typical extents."""
+    work = Work(shape)
+    best: tuple[float, Tile] | None = None
+    for bound, tile in sorted(((work.least_cost(tile), tile) for tile in tiles(work)), key=lambda pair: pair[0]):
+        if best is not None and bound >= best[0]:
+            break
+        cost = work.typical_cost(tile, device)
+        if cost is not None and (best is None or cost < best[0]):
+            best = cost, tile
+    return None if best is None else best[1]
+
+
+def tiles(work: Work) -> Iterator[Tile]:
+    """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
+    s = work.shape
+    eights_out, eights_in = -(-s.c_out // 8), -(-s.c_in // 8)
+    taps = list(itertools.product(*(_shares(kernel, most) for kernel, most in zip(s.kernel, MAX_TAPS, strict=True))))
+    kinds = itertools.product(KINDS, _shares(eights_out, MAX_EIGHTS_OUT), taps, GROUPS)
+    for (workers, blocks), channels_out, (taps_d, taps_h, taps_w), groups_w in kinds:
+        if groups_w > 1 and taps_w * groups_w // 2 >= s.kernel[2]:
+            continue
+        for tiles_in in _shares(eights_in, MAX_TILES_IN):
+            tile = Tile(workers, 8 * channels_out, taps_d, taps_h, taps_w, tiles_in, blocks, groups_w)
+            if tile.rows <= 64 * (workers - 1) or work.words(tile) > MAX_CHUNKS * work.chunk(tile):
+                break
+            if groups_w > 1 and taps_w * work.staged(tile, 2, 1)[1] % (2 * work.chunk(tile)):
+                break
+            if work.registers(tile) > tile.worker_registers:
+                break
+            yield tile
+
+
+def _shares(count: int, most: int) -> list[int]:
+    """Return what a tile has of so many, no more than `most`, for any number of tiles that share them equally."""
+    return [share for share in sorted({-(-count // tiles) for tiles in range(1, count + 1)}) if share <= most]

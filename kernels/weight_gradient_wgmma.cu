@@ -1,0 +1,575 @@
+// Weight gradient on Hopper's tensor cores (sm_90a): float16 and bfloat16, of arrays whose rows along W are contiguous or not.
+//
+//     out[ci, co, k] = sum over n, i of  x[n, ci, i] * y[n, co, i*stride + k*dilation - pad]
+// A matrix product with M = channels of y x taps, N = channels of x, K = positions i of the whole batch; some taps along W have
+// sums of their own instead. A block owns a tile of weights and a share of the boxes of positions. It stages a box of
+// x, and of y all that its taps reach, both as they are in memory: nothing is turned.
+//
+// x is staged as [run][channel], a run being 16 bytes: 8 positions of a row. That is how a wgmma takes rows of B. y is staged
+// as [channel][row][run]. Where a position meets a tap is an offset of any number of elements there, which no operand in
+// shared memory may have; so A comes to registers, by ordinary loads, and taps along W are other halves of the same words.
+//
+// Warps have roles: stagers bring boxes, by asynchronous copies or, if rows are not aligned, through registers; several boxes
+// are on their way at a time. Workers multiply, each 64 rows of M or several times as many.
+//
+// Compile-time: kernel, stride, dilation, dtype, tile, and by how many elements staged rows of y begin before the first one
+// used (EARLY), since halves of words are picked by it. Run-time: N, extents, the box, padding, channels, strides, the width
+// of loads, and into how many parts the positions are cut (tiles[3]).
+#include "boxes.cuh"
+#include "partial_sums.cuh"
+
+#ifndef DTYPE
+#define DTYPE FLOAT16
+#endif
+#ifndef KERNEL_D
+#define KERNEL_D 3
+#define KERNEL_H 3
+#define KERNEL_W 3
+#endif
+#ifndef STRIDE_D
+#define STRIDE_D 1
+#define STRIDE_H 1
+#define STRIDE_W 1
+#endif
+#ifndef DILATION_D
+#define DILATION_D 1
+#define DILATION_H 1
+#define DILATION_W 1
+#endif
+#ifndef WORKERS  // warpgroups that multiply
+#define WORKERS 2
+#endif
+#ifndef TILES_M  // times 64 rows of M, of a worker
+#define TILES_M 1
+#endif
+#ifndef CHANNELS_OUT  // of y, a multiple of 8; with the taps along D and H they make the rows of M
+#define CHANNELS_OUT 128
+#define TAPS_D 1
+#define TAPS_H 1
+#endif
+#ifndef TAPS_W  // that have sums of their own, and how many times as many are rows of M
+#define TAPS_W 3
+#define GROUPS_W 1
+#endif
+#ifndef TILES_IN  // times 8 channels of x
+#define TILES_IN 16
+#endif
+#ifndef EARLY
+#define EARLY 0
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+#ifndef IN_FLIGHT  // boxes that are fetched behind the one that is waited for
+#define IN_FLIGHT (STAGES - 2)
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 1
+#endif
+#ifndef WORKER_REGISTERS  // of a thread, after the stagers gave up what they do not need
+#define WORKER_REGISTERS 232
+#define STAGER_REGISTERS 40
+#endif
+
+typedef Element<DTYPE>::Stored Stored;
+
+typedef Staged<TAPS_D, STRIDE_D, DILATION_D, 1> AxisD;
+typedef Staged<TAPS_H, STRIDE_H, DILATION_H, 1> AxisH;
+typedef Staged<TAPS_W * GROUPS_W, STRIDE_W, DILATION_W, 1> AxisW;
+
+constexpr int WORKER_THREADS = 128 * WORKERS, STAGERS = 128, THREADS = WORKER_THREADS + STAGERS;
+constexpr int PIECE = 8, PIECE_WORDS = 4;  // numbers and words in 16 bytes
+constexpr int CHANNELS_IN = 8 * TILES_IN;
+constexpr int ROWS = CHANNELS_OUT * GROUPS_W * TAPS_H * TAPS_D;  // of M; those past them are of no use
+static_assert(CHANNELS_OUT % 8 == 0 && ROWS <= 64 * TILES_M * WORKERS, "eight rows have one tap");
+static_assert(IN_FLIGHT >= 0 && IN_FLIGHT <= STAGES - 2, "a stage is free when the next one is in use");
+
+constexpr int TILES_OF_D = ceil_div(KERNEL_D, TAPS_D), TILES_OF_H = ceil_div(KERNEL_H, TAPS_H);
+constexpr int TILES_OF_W = ceil_div(KERNEL_W, TAPS_W * GROUPS_W);
+
+constexpr int SUMS_OF_TAP = CHANNELS_IN / 2;          // of a thread, of 64 rows
+constexpr int SUMS = TILES_M * TAPS_W * SUMS_OF_TAP;  // of a thread
+constexpr int VALUES = SUMS * WORKER_THREADS;         // of a block
+constexpr int BARRIER_BYTES = 128;
+static_assert(2 * STAGES * 8 <= BARRIER_BYTES, "room for the barriers");
+
+// ---- the box ---------------------------------------------------------------------------------------------------------
+
+// A box of positions in shared memory, in pieces of 16 bytes.
+struct Box {
+    int d, h, runs;        // extents, along W in runs
+    int x_run, x_pieces;   // of x: from a run to the next; all
+    int y_d, y_h, y_row;   // what the taps reach, along W in pieces
+    int y_channel;         // of a channel
+    int x_parts, y_parts;  // that a piece is fetched in: 1, or 4 words
+    int x_items, y_items;  // of a channel
+
+    __device__ __forceinline__ explicit Box(const Problem& p)
+        : d((int)p.box[0]), h((int)p.box[1]), runs((int)p.box[2] / PIECE),
+          // Neighbours in a row and channels, as threads store them, lie in different banks.
+          x_run(CHANNELS_IN + (runs >= 8 ? 1 : runs >= 4 ? 2 : runs >= 2 ? 4 : 0)), x_pieces(d * h * runs * x_run),
+          y_d((d - 1) * AxisD::STEP + (TAPS_D - 1) * AxisD::HOP + 1),
+          y_h((h - 1) * AxisH::STEP + (TAPS_H - 1) * AxisH::HOP + 1),
+          y_row(ceil_div(EARLY + (runs * PIECE - 1) * AxisW::STEP + (TAPS_W * GROUPS_W - 1) * AxisW::HOP + 1, PIECE)),
+          y_channel((int)p.plane), x_parts(p.x_vector == 16 ? 1 : PIECE_WORDS),
+          y_parts(p.out_vector == 16 ? 1 : PIECE_WORDS),
+          x_items(d * h * runs * x_parts), y_items(y_d * y_h * y_row * y_parts) {}
+
+    __device__ __forceinline__ int stage() const { return x_pieces + CHANNELS_OUT * y_channel; }
+};
+
+// What a thread fetches at a time, of some channels: where it is from the box's first element, and its word in shared memory.
+struct alignas(16) Item {
+    Index offset, w;
+    short d, h;
+    unsigned short place;
+};
+
+__device__ __forceinline__ Item find_item_of_x(int i, const Problem& p, const Box& box) {
+    const int run = i / box.x_parts, row = run / box.runs, part = i % box.x_parts * 2;
+    Item item;
+    item.w = run % box.runs * PIECE + part;
+    item.h = (short)(row % box.h);
+    item.d = (short)(row / box.h);
+    item.offset = item.d * (Index)p.x_stride[2] + item.h * (Index)p.x_stride[3] + item.w * (Index)p.x_stride[4];
+    item.place = (unsigned short)(run * box.x_run * PIECE_WORDS + part / 2);
+    return item;
+}
+
+__device__ __forceinline__ Item find_item_of_y(int i, const Problem& p, const Box& box) {
+    const int piece = i / box.y_parts, row = piece / box.y_row, part = i % box.y_parts * 2;
+    Item item;
+    item.w = (piece % box.y_row * PIECE + part) * (Index)AxisW::GAP;
+    item.h = (short)(row % box.y_h * AxisH::GAP);
+    item.d = (short)(row / box.y_h * AxisD::GAP);
+    item.offset = item.d * (Index)p.out_stride[2] + item.h * (Index)p.out_stride[3] + item.w * (Index)p.out_stride[4];
+    item.place = (unsigned short)(piece * PIECE_WORDS + part / 2);
+    return item;
+}
+
+// ---- staging ---------------------------------------------------------------------------------------------------------
+
+// Where a box starts in its array; it may be outside.
+struct Origin {
+    Index d, h, w, offset;
+    const long long* extent;
+
+    __device__ __forceinline__ Origin(Index d, Index h, Index w, const long long* extent, const long long* stride)
+        : d(d), h(h), w(w), offset(d * (Index)stride[2] + h * (Index)stride[3] + w * (Index)stride[4]), extent(extent) {}
+
+    __device__ __forceinline__ bool has_row(const Item& item) const {
+        return within(d + item.d, extent[0]) && within(h + item.h, extent[1]);
+    }
+    __device__ __forceinline__ bool contains(const Item& item) const {
+        return has_row(item) && within(w + item.w, extent[2]);
+    }
+};
+
+typedef Pack<unsigned, PIECE_WORDS> Piece;
+
+// Walks over all pairs of a set (of channels) and an item; neighbouring threads take neighbouring items.
+struct Walk {
+    int item, set;
+
+    __device__ __forceinline__ Walk(int thread, int items)
+        : item(thread % items), set(thread / items), items(items), item_step(STAGERS % items), set_step(STAGERS / items) {}
+    __device__ __forceinline__ void next() {
+        item += item_step;
+        set += set_step;
+        if (item >= items) item -= items, ++set;
+    }
+
+  private:
+    int items, item_step, set_step;
+};
+
+// Whole pieces or words, which arrive later. Channels are `step` apart in the array and `apart` pieces in shared memory.
+template <int BYTES>
+__device__ __forceinline__ void copy_parts(Piece* to, const Stored* from, const Item* items, Walk walk, const Origin& origin,
+                                           Index step, int apart, int channels) {
+    constexpr int UNIT = BYTES == 16 ? 4 : 8;  // channels
+#pragma unroll 1
+    for (; walk.set * UNIT < channels; walk.next()) {
+        const Item item = items[walk.item];
+        const bool inside = origin.contains(item);
+        const int first = walk.set * UNIT;
+        const Stored* source = from + (inside ? origin.offset + item.offset + first * step : 0);
+        unsigned* target = &to[first * apart].value[0] + item.place;
+#pragma unroll
+        for (int c = 0; c < UNIT; ++c) {
+            if (first + c < channels && BYTES == 16) copy_async_16(target, source, inside ? 16 : 0);
+            if (first + c < channels && BYTES == 4) copy_async_4(target, source, inside ? 4 : 0);
+            if (inside) source += step;
+            target += apart * PIECE_WORDS;
+        }
+    }
+}
+
+// Two elements of a row at a time, `next` apart in the array and `gap` positions; eight loads before the first store.
+__device__ __forceinline__ void gather_pairs(Piece* to, const Stored* from, const Item* items, Walk walk, const Origin& origin,
+                                             Index step, Index next, Index gap, int apart, int channels) {
+    constexpr int UNIT = 4;  // channels
+#pragma unroll 1
+    for (; walk.set * UNIT < channels; walk.next()) {
+        const Item item = items[walk.item];
+        const bool has_row = origin.has_row(item);
+        const bool low = has_row && within(origin.w + item.w, origin.extent[2]);
+        const bool high = has_row && within(origin.w + item.w + gap, origin.extent[2]);
+        const int first = walk.set * UNIT;
+        const Index at = origin.offset + item.offset + first * step;
+        unsigned words[UNIT][2];
+#pragma unroll
+        for (int c = 0; c < UNIT; ++c) {
+            const bool exists = first + c < channels;
+            words[c][0] = exists && low ? from[at + c * step].bits : 0;
+            words[c][1] = exists && high ? from[at + c * step + next].bits : 0;
+        }
+        issue_in_order();
+        unsigned* const target = &to[first * apart].value[0] + item.place;
+#pragma unroll
+        for (int c = 0; c < UNIT; ++c)
+            if (first + c < channels) target[c * apart * PIECE_WORDS] = words[c][0] | words[c][1] << 16;
+    }
+}
+
+// ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+// A lane has of a row of A, in each of two runs, a pair of neighbouring positions: for each tap two elements of y, `element`
+// after the first one of the pair. They are read in chunks of words, as many as are aligned for every pair.
+constexpr int CHUNK = gcd(AxisW::STEP, 4);
+__host__ __device__ constexpr int element(int tap, int i) { return EARLY + tap * AxisW::HOP + i * AxisW::STEP; }
+constexpr int CHUNKS = element(TAPS_W - 1, 1) / 2 / CHUNK + 1;
+__host__ __device__ constexpr bool is_used(int chunk) {
+    for (int tap = 0; tap < TAPS_W; ++tap)
+        for (int i = 0; i < 2; ++i)
+            if (element(tap, i) / 2 / CHUNK == chunk) return true;
+    return false;
+}
+
+static_assert(GROUPS_W == 1 || TAPS_W * AxisW::HOP % (2 * CHUNK) == 0, "the taps of a group are whole chunks later");
+
+struct Chunks {
+    Pack<unsigned, CHUNK> value[2][2][CHUNKS];  // [row of A][run]
+
+    __device__ __forceinline__ unsigned word(int row, int run, int element) const {
+        return value[row][run][element / 2 / CHUNK].value[element / 2 % CHUNK];
+    }
+};
+
+// Rows and runs are where `rows` and `runs` say, in words.
+__device__ __forceinline__ void load(Chunks& chunks, const unsigned* y, const int (&rows)[2], const int (&runs)[2]) {
+#pragma unroll
+    for (int run = 0; run < 2; ++run) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+#pragma unroll
+            for (int i = 0; i < CHUNKS; ++i)
+                if (is_used(i))
+                    chunks.value[row][run][i] =
+                        *reinterpret_cast<const Pack<unsigned, CHUNK>*>(y + rows[row] + runs[run] + i * CHUNK);
+        }
+    }
+}
+
+// Two elements in a word, each in the low or the high half of its own.
+__device__ __forceinline__ unsigned join(unsigned first, bool first_high, unsigned second, bool second_high) {
+    return (first_high ? first >> 16 : first & 0xffffu) | (second_high ? second & 0xffff0000u : second << 16);
+}
+
+struct Fragments {
+    unsigned value[TAPS_W][4];
+};
+
+// A word that is A as it was loaded needs another register nevertheless: the next load comes while products still read A, and
+// the compiler would let it write there. `zero`, which it does not know to be one, makes the word in use an operand. With
+// several tiles the next load is of another one's words.
+__device__ __forceinline__ unsigned moved(unsigned word, unsigned in_use, unsigned zero) {
+    return (word & ~zero) | (in_use & zero);
+}
+
+__device__ __forceinline__ void pick(Fragments& a, const Chunks& chunks, unsigned zero) {
+#pragma unroll
+    for (int tap = 0; tap < TAPS_W; ++tap) {
+        const int first = element(tap, 0), second = element(tap, 1);
+        const bool loaded_again = TILES_M == 1 && first % 2 == 0 && second == first + 1;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned word = join(chunks.word(i % 2, i / 2, first), first % 2 != 0, chunks.word(i % 2, i / 2, second),
+                                       second % 2 != 0);
+            a.value[tap][i] = loaded_again ? moved(word, a.value[tap][i], zero) : word;
+        }
+    }
+}
+
+struct Accumulators {
+    float value[TILES_M][TAPS_W][SUMS_OF_TAP];
+};
+
+__device__ __forceinline__ void multiply_add(float (&sum)[SUMS_OF_TAP], const unsigned (&a)[4], unsigned long long x) {
+#if DTYPE == FLOAT16
+    wgmma_f16_of_registers<CHANNELS_IN>(sum, a, x, true);
+#else
+    wgmma_bf16_of_registers<CHANNELS_IN>(sum, a, x, true);
+#endif
+}
+
+// Where the runs of a box are in y, one after the other, in words.
+struct Cursor {
+    int at, w, h;
+
+    __device__ __forceinline__ int next(const Box& box) {
+        const int here = at;
+        at += AxisW::STEP * PIECE_WORDS;
+        if (++w == box.runs) {
+            w = 0;
+            at += AxisH::STEP * box.y_row * PIECE_WORDS - box.runs * AxisW::STEP * PIECE_WORDS;
+            if (++h == box.h) h = 0, at += (AxisD::STEP * box.y_h - box.h * AxisH::STEP) * box.y_row * PIECE_WORDS;
+        }
+        return here;
+    }
+};
+
+// ---- the kernel ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int tiles_of(long long count, int tile) { return (int)((count + tile - 1) / tile); }
+
+// Tiles of all weights.
+__device__ __forceinline__ long long tiles_of_weights(const Problem& p) {
+    return (long long)TILES_OF_D * TILES_OF_H * TILES_OF_W * tiles_of(p.c_out, CHANNELS_OUT) *
+           tiles_of(p.c_in, CHANNELS_IN) * p.groups;
+}
+
+// The first weight of a tile. Those that read the same x and y follow each other.
+__device__ __forceinline__ Weight first_weight(long long tile, const Problem& p) {
+    Weight first;
+    first.w = (int)(tile % TILES_OF_W) * TAPS_W * GROUPS_W;
+    tile /= TILES_OF_W;
+    first.h = (int)(tile % TILES_OF_H) * TAPS_H;
+    tile /= TILES_OF_H;
+    first.d = (int)(tile % TILES_OF_D) * TAPS_D;
+    tile /= TILES_OF_D;
+    first.co = (int)(tile % tiles_of(p.c_out, CHANNELS_OUT)) * CHANNELS_OUT;
+    tile /= tiles_of(p.c_out, CHANNELS_OUT);
+    first.ci = (int)(tile % tiles_of(p.c_in, CHANNELS_IN)) * CHANNELS_IN;
+    first.group = tile / tiles_of(p.c_in, CHANNELS_IN);
+    return first;
+}
+
+// A thread's row of M, of a tile of 64 and of the two that are 8 apart.
+__device__ __forceinline__ int row_of(int thread, int tile, int half) {
+    return (thread / 128 * TILES_M + tile) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 + half * 8;
+}
+
+// What a row of M is, besides a channel: taps.
+__device__ __forceinline__ int group_of_row(int row) { return row / CHANNELS_OUT % GROUPS_W; }
+__device__ __forceinline__ int tap_h_of_row(int row) { return row / (CHANNELS_OUT * GROUPS_W) % TAPS_H; }
+__device__ __forceinline__ int tap_d_of_row(int row) { return row / (CHANNELS_OUT * GROUPS_W * TAPS_H); }
+
+// The first weight of a thread's row, for the first one of its tile. Rows of no use have none.
+__device__ __forceinline__ Weight weight_of_row(Weight first, int thread, int row) {
+    first.ci += thread % 4 * 2;
+    first.co = row < ROWS ? first.co + row % CHANNELS_OUT : 0x7fffffff;
+    first.w += group_of_row(row) * TAPS_W;
+    first.h += tap_h_of_row(row);
+    first.d += tap_d_of_row(row);
+    return first;
+}
+
+// Where a sum's weight is from there: sums are [tile][tap][column].
+__host__ __device__ constexpr Ahead weight_of_sum(int sum) {
+    const int column = sum % SUMS_OF_TAP;
+    return {column / 4 * 8 + column % 2, 0, 0, 0, sum / SUMS_OF_TAP % TAPS_W};
+}
+__host__ __device__ constexpr int tile_of_sum(int sum) { return sum / SUMS_OF_TAP / TAPS_W; }
+__host__ __device__ constexpr int half_of_sum(int sum) { return sum % SUMS_OF_TAP / 2 % 2; }
+
+__device__ __forceinline__ bool has_weight(const Weight& first, const Ahead& ahead, const Problem& p) {
+    return exists(first, ahead, p, KERNEL_D, KERNEL_H, KERNEL_W);
+}
+
+// A ring of stages in shared memory, filled by stagers and used by workers.
+struct Ring {
+    Barrier *full, *free;
+    int place = 0, round = 0;
+
+    __device__ __forceinline__ explicit Ring(Barrier* barriers) : full(barriers), free(barriers + STAGES) {}
+    __device__ __forceinline__ void wait_until_free() const {
+        if (round) barrier_wait(free + place, (round - 1) & 1);
+    }
+    __device__ __forceinline__ void wait_until_full() const { barrier_wait(full + place, round & 1); }
+    __device__ __forceinline__ void next() {
+        if (++place == STAGES) place = 0, ++round;
+    }
+};
+
+// Writes to `parts`, or straight to `out` where there is one part alone.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    weight_gradient_wgmma(const Stored* x, const Stored* y, float* parts, Stored* out, const Problem p) {
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    const Box box(p);
+    Ring ring(reinterpret_cast<Barrier*>(shared_bytes));
+    Piece* const stages = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
+    Item* const items_x = reinterpret_cast<Item*>(stages + STAGES * box.stage());
+    Item* const items_y = items_x + box.x_items;
+
+    const long long tiles = tiles_of_weights(p);
+    const Weight first = first_weight(blockIdx.x % tiles, p);
+    const int channels_in = min((int)p.c_in - first.ci, CHANNELS_IN);
+    const int channels_out = min((int)p.c_out - first.co, CHANNELS_OUT);
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(ring.full + i, STAGERS);
+            barrier_init(ring.free + i, WORKER_THREADS / 32);
+        }
+        barrier_init_done();
+    }
+    for (int i = threadIdx.x; i < box.x_items; i += THREADS) items_x[i] = find_item_of_x(i, p, box);
+    for (int i = threadIdx.x; i < box.y_items; i += THREADS) items_y[i] = find_item_of_y(i, p, box);
+    // Channels that do not exist are staged once and for all.
+    if (channels_in < CHANNELS_IN || channels_out < CHANNELS_OUT)
+        for (int i = threadIdx.x; i < STAGES * box.stage(); i += THREADS) stages[i] = Piece{{0, 0, 0, 0}};
+    publish_shared_writes();
+    __syncthreads();
+
+    const unsigned boxes = (unsigned)(p.n * p.tiles[0] * p.tiles[1] * p.tiles[2]), parts_of_boxes = (unsigned)p.tiles[3];
+    const unsigned first_box = (unsigned)(blockIdx.x / tiles);
+
+    if (threadIdx.x >= WORKER_THREADS) {
+        give_registers<STAGER_REGISTERS>();
+        const int thread = threadIdx.x - WORKER_THREADS;
+        x += (first.group * p.c_in + first.ci) * p.x_stride[1];
+        y += (first.group * p.c_out + first.co) * p.out_stride[1];
+        const Walk walk_x(thread, box.x_items), walk_y(thread, box.y_items);
+        Ring landed = ring;
+        int under_way = 0;
+        for (unsigned index = first_box; index < boxes; index += parts_of_boxes) {
+            unsigned n = index;
+            const Index w = (Index)take(n, p, 2) * (Index)p.box[2], h = (Index)take(n, p, 1) * (Index)p.box[1];
+            const Index d = (Index)take(n, p, 0) * (Index)p.box[0];
+            const Origin of_x(d, h, w, p.x_extent, p.x_stride);
+            const Origin of_y(d * STRIDE_D + first.d * DILATION_D - (Index)p.pad[0],
+                              h * STRIDE_H + first.h * DILATION_H - (Index)p.pad[1],
+                              w * STRIDE_W + first.w * DILATION_W - (Index)p.pad[2] - EARLY, p.out_extent, p.out_stride);
+            Piece* const to = stages + ring.place * box.stage();
+            const Stored *const from_x = x + n * p.x_stride[0], *const from_y = y + n * p.out_stride[0];
+            const Index step_x = (Index)p.x_stride[1], step_y = (Index)p.out_stride[1];
+            ring.wait_until_free();
+            if (p.x_vector == 16) {
+                copy_parts<16>(to, from_x, items_x, walk_x, of_x, step_x, 1, channels_in);
+            } else if (p.x_vector == 4) {
+                copy_parts<4>(to, from_x, items_x, walk_x, of_x, step_x, 1, channels_in);
+            } else {
+                gather_pairs(to, from_x, items_x, walk_x, of_x, step_x, (Index)p.x_stride[4], 1, 1, channels_in);
+            }
+            if (p.out_vector == 16) {
+                copy_parts<16>(to + box.x_pieces, from_y, items_y, walk_y, of_y, step_y, box.y_channel, channels_out);
+            } else if (p.out_vector == 4) {
+                copy_parts<4>(to + box.x_pieces, from_y, items_y, walk_y, of_y, step_y, box.y_channel, channels_out);
+            } else {
+                gather_pairs(to + box.x_pieces, from_y, items_y, walk_y, of_y, step_y, AxisW::GAP * (Index)p.out_stride[4],
+                             AxisW::GAP, box.y_channel, channels_out);
+            }
+            copy_async_commit();
+            ring.next();
+            if (under_way < IN_FLIGHT) {
+                ++under_way;
+            } else {
+                copy_async_wait<IN_FLIGHT>();
+                publish_shared_writes();
+                barrier_arrive(landed.full + landed.place);
+                landed.next();
+            }
+        }
+        copy_async_wait<0>();
+        publish_shared_writes();
+        for (; under_way > 0; --under_way) {
+            barrier_arrive(landed.full + landed.place);
+            landed.next();
+        }
+        return;
+    }
+
+    take_registers<WORKER_REGISTERS>();
+    Accumulators acc;
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) acc.value[tile_of_sum(i)][i / SUMS_OF_TAP % TAPS_W][i % SUMS_OF_TAP] = 0;
+
+    int rows[TILES_M][2];
+#pragma unroll
+    for (int i = 0; i < 2 * TILES_M; ++i) {
+        const int of_thread = row_of(threadIdx.x, i / 2, i % 2), row = of_thread < ROWS ? of_thread : 0;
+        const int of_taps = tap_d_of_row(row) * AxisD::HOP * box.y_h + tap_h_of_row(row) * AxisH::HOP;
+        rows[i / 2][i % 2] = (row % CHANNELS_OUT * box.y_channel + of_taps * box.y_row) * PIECE_WORDS +
+                             group_of_row(row) * TAPS_W * AxisW::HOP / 2 + (int)threadIdx.x % 4 * AxisW::STEP;
+    }
+
+    const int steps = box.d * box.h * box.runs / 2;  // of two runs each
+    Chunks chunks;
+    Fragments a = {};
+    const unsigned zero = (unsigned)(p.groups >> 32);
+    int used = -1;  // the stage whose last products are under way
+#pragma unroll 1
+    for (unsigned index = first_box; index < boxes; index += parts_of_boxes) {
+        ring.wait_until_full();
+        const Piece* const stage = stages + ring.place * box.stage();
+        const unsigned* const staged_y = &stage[box.x_pieces].value[0];
+        unsigned long long staged_x = describe(stage, box.x_run * 16, 128);
+        Cursor cursor = {0, 0, 0};
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+            const int runs[2] = {cursor.next(box), cursor.next(box)};
+#pragma unroll
+            for (int tile = 0; tile < TILES_M; ++tile) {
+                load(chunks, staged_y, rows[tile], runs);  // while the products before are under way
+                wgmma_wait<0>();
+                if (tile == 0 && used >= 0) {
+                    __syncwarp();  // all lanes have read their y
+                    if (threadIdx.x % 32 == 0) barrier_arrive(ring.free + used);
+                    used = -1;
+                }
+                pick(a, chunks, zero);
+                wgmma_fence();
+#pragma unroll
+                for (int tap = 0; tap < TAPS_W; ++tap) multiply_add(acc.value[tile][tap], a.value[tap], staged_x);
+                wgmma_commit();
+            }
+            staged_x += 2 * box.x_run;
+        }
+        used = ring.place;
+        ring.next();
+    }
+    wgmma_wait<0>();
+
+    const auto sum_of = [&](int i) { return acc.value[tile_of_sum(i)][i / SUMS_OF_TAP % TAPS_W][i % SUMS_OF_TAP]; };
+    if (p.tiles[3] > 1) {
+        parts += blockIdx.x * (long long)VALUES + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) parts[i * WORKER_THREADS] = sum_of(i);
+    } else {
+#pragma unroll
+        for (int tile = 0; tile < TILES_M; ++tile) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Weight mine = weight_of_row(first, threadIdx.x, row_of(threadIdx.x, tile, half));
+                Stored* const to = out + mine.offset(p);
+#pragma unroll
+                for (int i = 0; i < SUMS; ++i) {
+                    if (tile_of_sum(i) != tile || half_of_sum(i) != half) continue;
+                    if (has_weight(mine, weight_of_sum(i), p)) narrow(sum_of(i), to[distance(weight_of_sum(i), p)]);
+                }
+            }
+        }
+    }
+}
+
+extern "C" __global__ void weight_gradient_wgmma_add(const float* parts, Stored* out, const Problem p) {
+    const long long values = tiles_of_weights(p) * VALUES;
+    add_parts(parts, values, p.tiles[3], [&](long long value, float sum) {
+        const int thread = (int)(value % WORKER_THREADS), own = (int)(value % VALUES) / WORKER_THREADS;
+        const int row = row_of(thread, tile_of_sum(own), half_of_sum(own));
+        const Weight first = weight_of_row(first_weight(value / VALUES, p), thread, row);
+        const Ahead ahead = weight_of_sum(own);
+        if (has_weight(first, ahead, p)) narrow(sum, out[first.offset(p) + distance(ahead, p)]);
+    });
+}

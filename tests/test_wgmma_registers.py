@@ -1,0 +1,81 @@
+"""Registers with A of a wgmma are read until the wait for it: no instruction before the wait may write to them.
+
+The compiler does not see to that. A value that is loaded anew in each round of a loop has the same register in all of
+them; if it is A as it was loaded, a load before the wait is a write to registers in use. PTX shows it, without a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from described import DEVICES, geometry_of, layout_of
+from fixed_cases import FIXED
+from test_host_faults import plant
+
+from cuconvt import compile as compiler
+from cuconvt.compile import compile_kernel
+from cuconvt.plan import Plan
+from cuconvt.plan_weight_gradient_wgmma import Tile, plan_weight_gradient_wgmma
+
+pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed")
+
+OPERAND_A = re.compile(r"wgmma\.mma_async\S* \{[^}]*\}, \{([^}]*)\}")
+BRANCH = re.compile(r"(@!?%p\d+ )?bra(?:\.uni)? *\t?(\$\w+);")
+RESULT = re.compile(r"(?:@!?%p\d+ )?[a-z]\S*\s+(\{[^}]*\}|%r\d+)")
+# Neighbouring positions read neighbouring elements of y, so that some words are A as they were loaded; in the third
+# problem, of stride 2, because of its dilation.
+TILES = {
+    "kb61": (Tile(1, 16, 3, 1, 3, 6, 2), Tile(3, 16, 3, 3, 3, 6, 1), Tile(2, 24, 3, 3, 3, 6, 1)),
+    "kb58": (Tile(1, 16, 3, 1, 7, 4, 2), Tile(3, 16, 3, 2, 4, 4, 1, 2)),
+    "kb77": (Tile(1, 16, 1, 3, 3, 4, 3), Tile(1, 8, 3, 3, 3, 4, 2)),
+}
+
+
+def plan_of(name: str, tile: Tile) -> Plan:
+    geometry = geometry_of(FIXED[name])
+    plan = plan_weight_gradient_wgmma(geometry, "bfloat16", layout_of(geometry), None, DEVICES[90], tile)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def written_before_the_wait(plan: Plan) -> set[str]:
+    """Follow all ways from each wgmma of a kernel to its wait; return what is written there and was A."""
+    code = compile_kernel(f"{plan.kernel}.cu", "compute_90a", plan.defines).code.decode()
+    entry = code.split(f".entry {plan.kernel}(")[1].split(".entry")[0]
+    lines = [line.strip() for line in entry.splitlines()]
+    labels = {line[:-1]: index for index, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
+    found: set[str] = set()
+    seen: set[tuple[int, frozenset[str]]] = set()
+    ways = [
+        (index + 1, frozenset(re.findall(r"%r\d+", match[1])))
+        for index, line in enumerate(lines)
+        if (match := OPERAND_A.match(line))
+    ]
+    assert ways, "a kernel without A in registers"
+    while ways:
+        index, in_use = ways.pop()
+        while index < len(lines) and (index, in_use) not in seen:
+            seen.add((index, in_use))
+            line = lines[index]
+            if line.startswith("wgmma.wait_group") or line == "ret;":
+                break
+            if branch := BRANCH.match(line):
+                ways.append((labels[branch[2]], in_use))
+                if branch[1] is None:
+                    break
+            elif not line.startswith(("st.", "wgmma.")) and (result := RESULT.match(line)):
+                found |= in_use & set(re.findall(r"%r\d+", result[1]))
+            index += 1
+    return found
+
+
+@pytest.mark.parametrize(("name", "tile"), [(name, tile) for name, tiles in TILES.items() for tile in tiles])
+def test_registers_of_a_are_left_alone(name: str, tile: Tile) -> None:
+    assert not written_before_the_wait(plan_of(name, tile))
+
+
+def test_words_that_are_loaded_again_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = plant(dict(compiler._sources("weight_gradient_wgmma.cu")), "= loaded_again ? moved(", "= false ? moved(")
+    monkeypatch.setattr(compiler, "_sources", lambda _: sources)
+    assert written_before_the_wait(plan_of("kb61", TILES["kb61"][0]))
