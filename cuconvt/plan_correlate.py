@@ -34,7 +34,9 @@ LANES = 64  # of a multiprocessor's 128, what this kernel keeps busy (half of it
 INSTRUCTIONS_A_STAGED_ELEMENT = 15
 INSTRUCTIONS_A_RESULT = 40  # to turn and store it
 MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
-THREADS_A_MULTIPROCESSOR = 384  # at most 168 registers a thread, so that accumulators stay in registers
+# At most 168 registers a thread, so that accumulators stay in registers; those of float64 take more.
+THREADS_A_MULTIPROCESSOR = 384
+THREADS_OF_FLOAT64 = 256
 RESERVED_BYTES = 1024  # shared memory that the hardware keeps for itself, a block
 
 
@@ -117,7 +119,7 @@ def plan_correlate(
         ("Y_CHANNELS_LAST", int(layout.out_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.x_channels_last)),
         ("INDEX64", int(reads_need_64_bits(geometry, layout, tile.box))),
-        ("MIN_BLOCKS", THREADS_A_MULTIPROCESSOR // tile.block),
+        ("MIN_BLOCKS", _threads_held(dtype) // tile.block),
         ("SHARED_BYTES", shared),
     )
     return Plan(
@@ -155,15 +157,19 @@ def _tiles(geometry: Geometry, dtype: str, layout: Layout, device: Device) -> It
             continue
         for channels, threads_c in itertools.product((16, 8, 4, 2, 1), (1, 2, 3)):
             positions_w = next(p for p in ((3, 1) if geometry.rank == 1 else several) if p * channels <= accumulators)
-            if threads_c > 1 and channels < 8:
+            if prod(threads) * threads_c > _threads_held(dtype) or (threads_c > 1 and channels < 8):
                 continue
             for chunk in (8, 4, 2, 1):
                 tile = Tile(threads, threads_c, positions_w, channels, chunk, halo)
-                blocks = THREADS_A_MULTIPROCESSOR // tile.block
+                blocks = _threads_held(dtype) // tile.block
                 room = (device.shared_bytes + RESERVED_BYTES) // blocks - RESERVED_BYTES
                 if chunk < 2 * geometry.c_out_per_group and _shared_bytes(geometry, dtype, layout, tile) <= room:
                     yield tile
                     break
+
+
+def _threads_held(dtype: str) -> int:
+    return THREADS_OF_FLOAT64 if dtype == "float64" else THREADS_A_MULTIPROCESSOR
 
 
 def _cost_a_position(geometry: Geometry, tile: Tile) -> float:

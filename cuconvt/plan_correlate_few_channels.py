@@ -147,8 +147,9 @@ class _Work:
         count += spent_on_window(row, held * g.kernel[1]) + g.kernel[1] + 44
         if tile.ahead:
             count += spent_ahead(row, g.kernel[1])
-        # Weights that are not held are loaded ahead of their use.
-        return with_margin(count + self.words * (g.taps if tile.hold_weights else min(g.taps // 4, 32)), self.device)
+        # Weights that are not held are loaded ahead of their use; of very many, the compiler loads many so.
+        loaded = min(g.taps // 4, 32) + max(0, g.taps - 144) // 2
+        return with_margin(count + self.words * (g.taps if tile.hold_weights else loaded), self.device)
 
     def blocks(self, tile: Tile) -> int:
         """Blocks that a multiprocessor holds."""

@@ -212,6 +212,7 @@ class _Work:
             taps_h = self.geometry.kernel[1]
             count += 4 * tile.tiles_c + 12 * max(1, taps_h - 2) + (8 if tile.tiles_c > 3 else 0)
             count += 60 if tile.rows == 8 and tile.tiles_c * taps_h > 9 else 0
+            count += 12 if tile.rows == 8 and self.step_h == 1 else 0  # taps meet the same lines of y, which are kept
         return with_margin(count, self.device)
 
     def blocks(self, tile: Tile) -> int:
