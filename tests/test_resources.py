@@ -1,7 +1,9 @@
 """What compiled kernels need: no spilled register, no stack, and no more registers and shared memory than planned for.
 
-By default a part of the specialisations is compiled. All those of one kernel, which takes about 20 minutes on a core:
+By default a part of the specialisations is compiled. Those that the planner picks (`tests/picked.py`), and all those of
+one kernel, which takes about 20 minutes on a core:
 
+    RESOURCES=picked python -m pytest tests/test_resources.py
     RESOURCES=full python -m pytest tests/test_resources.py -k phase_gemm
 """
 
@@ -12,6 +14,7 @@ import os
 import pytest
 from described import DEVICES, gather_of
 from fixed_cases import FIXED
+from picked import picked
 from ptxas import Usage, measure_all, parse
 from shipped import of_every_tile, some_of
 from strategies import DTYPES, case
@@ -23,7 +26,7 @@ nvrtc = pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not inst
 
 FAMILIES = sorted(file.stem for file in compiler.kernel_folder().glob("*.cu"))
 PLANNED = [(family, arch) for family in FAMILIES for arch in DEVICES if "wgmma" not in family or arch == 90]
-FULL = os.environ.get("RESOURCES") == "full"
+ASKED_FOR = os.environ.get("RESOURCES", "some")
 # Plans of a kernel that are compiled by default, others for each architecture.
 SOME, OTHERWISE = {"gather": 18, "few_channels": 14}, 8
 REGISTERS = 65536  # of a multiprocessor
@@ -48,14 +51,14 @@ def problems_with(plan: Plan, usage: Usage, shared_limit: int) -> list[str]:
     return wrong
 
 
-def check(family: str, arch: int, plans: tuple[Plan, ...], cache: pytest.Cache) -> None:
-    """Compile plans that are not in the cache yet, and test the resources of all."""
+def check(kind: str, family: str, arch: int, plans: tuple[Plan, ...], cache: pytest.Cache) -> None:
+    """Compile plans that are not in the cache of their kind yet, and test the resources of all."""
     if arch not in nvrtc.getSupportedArchs():
         pytest.skip(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not know sm_{arch}")
     assert plans
     jobs = {(family, compiler.architecture(arch), plan.defines): plan for plan in plans}
     keys = {job: compiler._key(f"{job[0]}.cu", *job[1:]) for job in jobs}
-    store = f"cuconvt/resources-{family}-{arch}"
+    store = f"cuconvt/{kind}-{family}-{arch}"
     known = {key: usage for key, usage in cache.get(store, {}).items() if key in keys.values()}
     for job, usage in measure_all(job for job in jobs if keys[job] not in known).items():
         known[keys[job]] = usage
@@ -70,13 +73,19 @@ def check(family: str, arch: int, plans: tuple[Plan, ...], cache: pytest.Cache) 
 
 @pytest.mark.parametrize(("family", "arch"), PLANNED)
 def test_some_tiles(family: str, arch: int, pytestconfig: pytest.Config) -> None:
-    check(family, arch, some_of(family, arch, SOME.get(family, OTHERWISE)), pytestconfig.cache)
+    check("some", family, arch, some_of(family, arch, SOME.get(family, OTHERWISE)), pytestconfig.cache)
 
 
-@pytest.mark.skipif(not FULL, reason="compiling every tile takes long: RESOURCES=full")
+@pytest.mark.skipif(ASKED_FOR != "picked", reason="compiling all that the planner picks takes long: RESOURCES=picked")
+@pytest.mark.parametrize(("family", "arch"), PLANNED)
+def test_picked_tiles(family: str, arch: int, pytestconfig: pytest.Config) -> None:
+    check("picked", family, arch, picked(arch).get(family, ()), pytestconfig.cache)
+
+
+@pytest.mark.skipif(ASKED_FOR != "full", reason="compiling every tile takes long: RESOURCES=full")
 @pytest.mark.parametrize(("family", "arch"), PLANNED)
 def test_every_tile(family: str, arch: int, pytestconfig: pytest.Config) -> None:
-    check(family, arch, of_every_tile(family, arch), pytestconfig.cache)
+    check("every", family, arch, of_every_tile(family, arch), pytestconfig.cache)
 
 
 # float64 accumulators of several phases along W have spilled registers.
