@@ -608,6 +608,8 @@ class Work:
         a_box, a_chunk = (SLICE_CLOCKS, SLICE_CHUNK_CLOCKS) if tile.slides else (BOX_CLOCKS, CHUNK_CLOCKS)
         if self.stores_runs(tile) and tile.min_blocks == 1 and not tile.slides:
             a_box = RUN_CLOCKS
+        if tile.merge_w and tile.k_steps == 1 and s.products == 1 and not tile.slides:  # wide rows of short chunks
+            a_chunk *= 2
         if tile.slides and tile.min_blocks > 1:  # one block stores while another multiplies
             a_box //= 2
         waits = chunks * a_chunk * (1 if tile.x_stages == 2 else 0.85) + stored * a_box
