@@ -91,7 +91,7 @@ def readme_table(result: Result) -> str:
             if any(lowest):
                 rows.append((title + suffix, *lowest))
     lines = [
-        f"Milliseconds of cuconvt (torch's best / cuconvt; cuconvt / floor). {summary(result)}.",
+        f"Milliseconds in the slower of both layouts (torch's best / cuconvt; cuconvt / floor). {summary(result)}.",
         _ceilings(result) + ".",
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
