@@ -430,7 +430,7 @@ class Work:
         row = tile.tiles_m * tile.k_steps * (1 if tile.merge_w else s.kernel[2])  # descriptors for a row of taps
         if s.out_channels_last:  # where rows of all tiles and phases go
             count = 61 + 6 * tile.tiles_m + 2 * outputs + tile.tiles_m**2 * (outputs - 1) // 2 + row // 10
-            count += 12 if s.stride[2] >= 8 and not three else 0
+            count += 18 if s.stride[2] >= 8 and not three else 0
             if tile.all_phases:  # unrolled rows keep many descriptors
                 count += 12 * tile.k_steps + ((58 if tile.resident else 66) if three else 0)
             elif three:
