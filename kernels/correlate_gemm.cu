@@ -14,10 +14,6 @@
 #include "boxes.cuh"
 #include "tf32.cuh"
 
-#define NATIVE 0  // 16-bit operands as they are
-#define TF32 1    // rounded to TF32
-#define TF32X3 3  // three products of TF32 parts: as accurate as float32
-
 #ifndef DTYPE
 #define DTYPE FLOAT32
 #endif

@@ -1,6 +1,11 @@
 // Rounding of float32 numbers to TF32, and their splitting into two of them.
 #pragma once
 
+// What a kernel multiplies, its PRECISION:
+#define NATIVE 0  // 16-bit operands as they are
+#define TF32 1    // rounded to TF32
+#define TF32X3 3  // three products of TF32 parts: as accurate as float32
+
 // The low 13 bits of what a tensor core reads are dropped. Adding half of what the last kept bit counts, which the power of
 // two below the value tells, rounds to the nearest TF32 number; Inf and NaN stay.
 __device__ __forceinline__ unsigned to_tf32(float value) {
