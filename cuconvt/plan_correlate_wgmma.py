@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, prod
+from math import ceil, gcd, prod
 
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.geometry import Geometry
@@ -28,15 +28,10 @@ from cuconvt.plan import (
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _x_vector
 from cuconvt.plan_phase_wgmma import (
-    BOX_CLOCKS,
-    CHUNK_CLOCKS,
-    INSTRUCTIONS_A_CLOCK,
-    L2_BYTES_A_CLOCK,
     MAX_BLOCKS,
     MAX_COLUMNS,
     MAX_POSITIONS,
     MEMORY_BYTES_A_CLOCK,
-    OVERLAP,
     RESIDENT_BYTES,
     SHARED_BYTES_A_CLOCK,
     Box,
@@ -44,18 +39,26 @@ from cuconvt.plan_phase_wgmma import (
 )
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor. What is under
-# way from memory is often the bound: stagers have more than in plan_phase_wgmma.
+# way from memory is often the bound: stagers have what the workers of a tile do not need, and more than in
+# plan_phase_wgmma.
 REGISTERS = {
-    (1, 1, 2): (184, 72),
-    (2, 2, 1): (184, 72),
-    (1, 2, 2): (112, 64),
-    (1, 1, 3): (96, 64),
+    (1, 1, 2): ((152, 104), (168, 88), (184, 72)),
+    (2, 2, 1): ((152, 104), (168, 88), (184, 72)),
+    (1, 2, 2): ((112, 64),),
+    (1, 1, 3): ((96, 64),),
 }
+ALL_REGISTERS = 65536  # of a multiprocessor
+BESIDE_SUMS = 28  # registers that a wgmma's sums leave, or ptxas refuses it: of those that a thread starts with
 MAX_CLASSES = (4, 4, 8)  # along D, H, W: bits of an item
 MAX_SLOT_BYTES = 24 * 1024  # of weights; a longer row of taps is divided by classes
 MAX_K_STEPS = 16  # of a stage: with more, registers spill
 MAX_UNROLLED = 450  # wgmmas of a row of taps
 MAX_CHAIN = 6  # products of three parts that a tensor core sums up, where a slot can be divided
+# Rates of an H200's multiprocessor, per clock, and more of the estimate, as far as it is another than the forward's.
+L2_BYTES_A_CLOCK = 40
+INSTRUCTIONS_A_CLOCK = 2
+OVERLAP = 0.15  # what of the less busy units' time adds to the busiest one's
+BOX_CLOCKS, CHUNK_CLOCKS = 1500, 1000  # in which a block waits: for a box, and for a chunk of channels
 BATCH_CLOCKS = 1100  # in which a thread loads a batch and stores it
 
 
@@ -125,7 +128,9 @@ def plan_tile(
     index64 = reads_need_64_bits(geometry, layout, box.extent)
     x_vector = work.reads_vectors(tile, g, read)
     own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes}
-    registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
+    registers = work.registers(tile)
+    if registers is None:
+        return Refusal("correlate_wgmma", "the sums of this tile do not fit into registers")
     defines = phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers, index64)
     slots = g.groups * tiles_c * work.slots(tile)
     weights = g.groups * tiles_c if tile.resident else 1
@@ -239,13 +244,28 @@ class Work(phase_wgmma.Work):
 
     def other_registers(self, tile: phase_wgmma.Tile) -> int:
         """Estimate how many registers a worker needs besides."""
-        count = 54
+        assert isinstance(tile, Tile)
+        long = max(0, tile.tiles_m * self.products(tile, tile.slot_classes) - 48)  # wgmmas of a slot beyond some
+        count = 48 if self.at_start(tile) >= 128 else 54
+        count += long if self.shape.out_channels_last else long // 4
         if self.shape.products == 3:
-            assert isinstance(tile, Tile)
-            count += 22 + 4 * (tile.classes // tile.slot_classes - 1)  # slots are unrolled
+            # Slots are unrolled.
+            count += (22 if self.shape.out_channels_last else 14) + 4 * (tile.classes // tile.slot_classes - 1)
         if self.shape.out_channels_last:
             count += 7 + 6 * tile.tiles_m
         return count
+
+    def at_start(self, tile: phase_wgmma.Tile) -> int:
+        """Return the registers of a thread before warps exchange some."""
+        return ALL_REGISTERS // (tile.threads * tile.min_blocks) // 8 * 8
+
+    def registers(self, tile: phase_wgmma.Tile) -> tuple[int, int] | None:
+        """Return the registers of a worker, which are enough, and of a stager."""
+        if self.columns(tile) // 2 + BESIDE_SUMS > self.at_start(tile):
+            return None
+        need = self.accumulators(tile) + self.other_registers(tile)
+        shares = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
+        return next((share for share in shares if share[0] >= need), None)
 
     def has_runs(self, tile: Tile) -> bool:
         """Whether the kernel can read runs of as many elements as there are classes along W."""
@@ -291,19 +311,20 @@ class Work(phase_wgmma.Work):
     def batches(self, tile: Tile, box: Box) -> float:
         """Return how often a thread waits for what it loads, to stage a box once."""
         s = self.shape
+        if s.x_channels_last:  # copies of so many stages wait together
+            return 1 / (tile.x_stages - 1)
         piece = 16 // s.itemsize
-        most = 24  # words
-        if s.x_channels_last:
-            classes, words, most = 1, 4, 12 if s.products == 3 else 16
-        elif self.has_runs(tile):
+        runs = self.has_runs(tile)
+        if runs:
             classes, words = tile.classes, piece * -(-tile.classes * s.itemsize // 4)
-            if REGISTERS[tile.workers, tile.stagers, tile.min_blocks][1] >= 72:
-                most = 32
         else:
             classes = max(i for i in range(1, tile.classes + 1) if tile.classes % i == 0 and i * piece <= 16)
             words = piece * classes
-        units = box.plane * 2 * tile.k_steps / classes
-        return units / max(1, min(4, most // words)) / (128 * tile.stagers - 32)
+        registers = self.registers(tile)
+        assert registers is not None
+        units = prod(e + halo for e, halo in zip(box.extent, self.halo, strict=True)) * 2 * tile.k_steps // classes
+        batch = max(1, (registers[1] // 2 - (4 if runs else 12)) // max(words, 8))
+        return ceil(units / (batch * (128 * tile.stagers - 32)))
 
     def clocks(self, tile: phase_wgmma.Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for one box."""
@@ -334,7 +355,7 @@ class Work(phase_wgmma.Work):
         an_element = 1.5 if s.x_channels_last else 5 if by_elements else 3
         issue = (staged / s.itemsize * an_element + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
         # One group of threads stages the boxes of all workers of a block, one batch after the other.
-        staging = stages * max(1.0, self.batches(tile, box)) * BATCH_CLOCKS / tile.min_blocks
+        staging = stages * self.batches(tile, box) * BATCH_CLOCKS / tile.min_blocks
         busiest = max(shared, tensor, l2, memory, issue, staging)
         others = shared + tensor + l2 + memory + issue + staging - busiest
         waits = stages * CHUNK_CLOCKS * (0.5 if tile.x_stages == 2 else 0.4) + BOX_CLOCKS
@@ -401,7 +422,7 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
         long = shape.products == 3 and work.products(tile, classes) > MAX_CHAIN
         if unequal or long or work.slot_bytes(tile) > MAX_SLOT_BYTES:
             tile = dataclasses.replace(tile, slot_classes=1)
-        if work.accumulators(tile) + work.other_registers(tile) > REGISTERS[workers, stagers, blocks][0]:
+        if work.registers(tile) is None:
             continue
         slots = work.slots(tile)
         if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import exp, gcd, log, prod
+from math import exp, gcd, inf, log, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -54,21 +54,25 @@ RESIDENT_BYTES = 128 * 1024  # of weights that stay in shared memory
 
 # Rates of an H200's multiprocessor, per clock, that the cost estimate uses.
 SHARED_BYTES_A_CLOCK = 128
-L2_BYTES_A_CLOCK = 40
+L2_BYTES_A_CLOCK = 70
 MEMORY_BYTES_A_CLOCK = 18
-INSTRUCTIONS_A_CLOCK = 2
-OVERLAP = 0.15  # what of the less busy units' time adds to the busiest one's
-BOX_CLOCKS, CHUNK_CLOCKS = 1500, 1000  # in which a block waits: for a box, and for a chunk of channels
-SLICE_CLOCKS, SLICE_CHUNK_CLOCKS = 4000, 300  # likewise, where a block slides
-RUN_CLOCKS = 3200  # for a box whose result is stored straight from the registers, by a block that is alone
-WALKS_IN_PAIRS = 0.92  # of the estimate is what two sliding blocks of a multiprocessor take
+INSTRUCTIONS_A_CLOCK = 1.2
+OVERLAP = 0.4  # what of the less busy units' time adds to the busiest one's
+BOX_CLOCKS, CHUNK_CLOCKS = 200, 1000  # in which a block waits: for a box, and for a chunk of channels
+SLICE_CLOCKS, SLICE_CHUNK_CLOCKS = 1000, 500  # likewise, where a block slides
+RUN_CLOCKS = 1500  # for a box whose result is stored straight from the registers, by a block that is alone
+DEEP = 0.85  # of the waits for chunks are left where four of them are staged ahead
+SECTOR = 32  # bytes that memory writes at least
+COMPARED = 0.93  # the other kernels' estimates are as much more optimistic
+ROW_ENDS = 16  # outputs more than a row has take as long to write
 # By rank: extents that problems may have, along D, H, W. The leading axes of 1-D and 2-D hold a batch.
 TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
-    1: ((64, 64, 256), (64, 64, 4100)),
+    1: ((64, 1, 256), (64, 1, 4100)),
     2: ((64, 16, 16), (64, 65, 65), (64, 128, 128)),
     3: ((33, 33, 33), (48, 48, 48), (66, 66, 66), (18, 36, 70)),
 }
 WIDE = 128  # channels: networks have so many where extents are small, too
+MAX_CHAINS = 256  # of 3xTF32 that an output adds up: with more, their roundings count, and chains are longer instead
 TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), *TYPICAL_EXTENTS[3][:3])}
 
 
@@ -90,6 +94,8 @@ class Tile:
     min_blocks: int
     slides: bool = False
     half_k: bool = False
+    merge_d: bool = False
+    join_w: bool = False
 
     @property
     def rows(self) -> int:
@@ -159,6 +165,8 @@ def plan_tile(
     tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
     if tile.slides:
         extents = (positions(geometry, 0), *extents[1:])
+    if tile.join_w:
+        extents = (*extents[:2], positions(geometry, 2))
     box = work.best_box(tile, extents, device)
     if box is None:
         return Refusal("phase_wgmma", "the box of this tile does not fit into shared memory")
@@ -174,6 +182,8 @@ def plan_tile(
     own = {
         "ALL_PHASES": tile.all_phases,
         "SLIDES": tile.slides,
+        "MERGE_D": tile.merge_d,
+        "JOIN_W": tile.join_w,
         "HALF_K": tile.half_k,
         "OUT_RUN": work.shape.run if work.stores_runs(tile) else 1,
         "FIRST_PHASE_W": geometry.pad_before[2] % geometry.stride[2] if work.stores_runs(tile) else 0,
@@ -181,7 +191,7 @@ def plan_tile(
     registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
     defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers, index64)
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
-    slots = geometry.groups * tiles_c * chunks * geometry.kernel[0] * geometry.kernel[1]
+    slots = geometry.groups * tiles_c * chunks * work.slots_of_chunk(tile)
     return Plan(
         kernel="phase_wgmma",
         defines=defines,
@@ -366,11 +376,21 @@ class Work:
     def reach(self, tile: Tile) -> Ints:
         """Return how much wider the staged box is than the box of positions."""
         reach = self.reach_of_all if tile.all_phases else self.reach_of_one
-        return (0, *reach[1:]) if tile.slides else reach
+        along_w = reach[2] - self.shape.late[2] if tile.join_w else reach[2]  # no phase is late
+        return (0 if tile.slides else reach[0], reach[1], along_w)
 
     def stores_runs(self, tile: Tile) -> bool:
         """Whether a thread stores the outputs along W of its positions as they are: it holds their whole sums."""
         return self.shape.run > 1 and not (tile.merge_w and self.reach_of_all[2])
+
+    def taps_w(self, tile: Tile) -> int:
+        """Return the wgmmas that a row of taps along W needs."""
+        s = self.shape
+        return 1 if tile.merge_w else s.kernel[2] // s.stride[2] if tile.join_w else s.kernel[2]
+
+    def slots_of_chunk(self, tile: Tile) -> int:
+        """Return the slots of weights for all taps along D and H."""
+        return (1 if tile.merge_d else self.shape.kernel[0]) * self.shape.kernel[1]
 
     def turns(self, tile: Tile) -> bool:
         """Whether results are turned in shared memory."""
@@ -392,15 +412,18 @@ class Work:
         return self.sums(tile) // (self.live[0] if tile.all_phases else 1) * self.shape.kernel[0]
 
     def rows(self, tile: Tile) -> float:
-        """Return the taps along D and H that a block multiplies, on average; of a slice if it slides."""
+        """Return the rows of taps along D and H that a block multiplies, on average; of a slice if it slides."""
         s = self.shape
-        return s.kernel[0] * s.kernel[1] / (1 if tile.all_phases else s.stride[0] * s.stride[1])
+        return self.slots_of_chunk(tile) / (1 if tile.all_phases else s.stride[0] * s.stride[1])
+
+    def chains(self, tile: Tile) -> int:
+        """Return how many sums of a slot's products an output adds up."""
+        rows = [-(-k // step) for k, step in zip(self.shape.kernel[:2], self.steps[:2], strict=True)]
+        return prod(rows) * -(-self.shape.c_in // self.chunk(tile))
 
     def unrolled(self, tile: Tile) -> int:
         """Return the wgmmas of a chunk, for all taps."""
-        s = self.shape
-        taps = s.kernel[0] * s.kernel[1] * (1 if tile.merge_w else s.kernel[2])
-        return taps * tile.tiles_m * tile.k_steps * s.products
+        return self.slots_of_chunk(tile) * self.taps_w(tile) * tile.tiles_m * tile.k_steps * self.shape.products
 
     def outputs(self, tile: Tile) -> int:
         """Return the outputs of a position that a block stores, of one channel."""
@@ -409,7 +432,9 @@ class Work:
 
     def columns(self, tile: Tile) -> int:
         """Columns of a wgmma."""
-        return 8 * tile.tiles_c * (self.shape.kernel[2] if tile.merge_w else 1)
+        s = self.shape
+        along_w = s.kernel[2] if tile.merge_w else s.stride[2] if tile.join_w else 1
+        return 8 * tile.tiles_c * along_w * (s.kernel[0] if tile.merge_d else 1)
 
     def chunk(self, tile: Tile) -> int:
         """Input channels staged at a time."""
@@ -427,9 +452,9 @@ class Work:
     def other_registers(self, tile: Tile) -> int:
         """Estimate how many registers a worker needs besides: a little more than the compiler was seen to need."""
         s, outputs, three = self.shape, self.outputs(tile), self.shape.products == 3
-        row = tile.tiles_m * tile.k_steps * (1 if tile.merge_w else s.kernel[2])  # descriptors for a row of taps
+        row = tile.tiles_m * tile.k_steps * self.taps_w(tile)  # descriptors for a row of taps
         if s.out_channels_last:  # where rows of all tiles and phases go
-            count = 61 + 6 * tile.tiles_m + 2 * outputs + tile.tiles_m**2 * (outputs - 1) // 2 + row // 10
+            count = 45 + 6 * tile.tiles_m + 2 * outputs + tile.tiles_m**2 * (outputs - 1) // 2 + row // 10
             count += 18 if s.stride[2] >= 8 and not three else 0
             if tile.all_phases:  # unrolled rows keep many descriptors
                 count += 12 * tile.k_steps + ((58 if tile.resident else 66) if three else 0)
@@ -437,13 +462,13 @@ class Work:
                 count += 16 + 3 * row // 8
         else:
             if tile.merge_w:
-                count = 54
+                count = 38
                 if three:
                     count += 6 * max(tile.tiles_m - 2, 0)
                 if self.turns(tile):
                     count += 2 * outputs if three else self.targets(tile)
             else:
-                count = (50 if tile.slides else 52) + row // 2 + max(row - 32, 0)
+                count = (34 if tile.slides else 36) + row // 2 + max(row - 32, 0)
                 if three:
                     count += 14 + 3 * row // 4 + min(outputs, 3) * min(tile.tiles_m, 4)
             if tile.all_phases:
@@ -460,8 +485,7 @@ class Work:
 
     def slot_bytes(self, tile: Tile) -> int:
         """Weights of the taps along W, for one tap along D and H and a chunk."""
-        taps = 1 if tile.merge_w else self.shape.kernel[2]
-        return taps * tile.k_steps * self.parts * 2 * self.columns(tile) * 16
+        return self.taps_w(tile) * tile.k_steps * self.parts * 2 * self.columns(tile) * 16
 
     def shared_bytes(self, tile: Tile, box: Box, index64: bool) -> int:
         teams = tile.workers // tile.team
@@ -556,30 +580,38 @@ class Work:
         phases = 1 if tile.all_phases else s.stride[0] * s.stride[1]
         return self.clocks(tile, box) * phases * -(-s.c_out // (8 * tile.tiles_c))
 
-    def typical_cost(self, tile: Tile, device: Device) -> float | None:
-        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""
+    def typical_cost(self, tile: Tile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
+        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits.
+
+        Also None as soon as the mean must exceed `limit`, as no extents take less than `least`.
+        """
         logarithms = 0.0
         wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
         typical_extents = (TYPICAL_EXTENTS_OF_WIDE if wide else TYPICAL_EXTENTS)[self.shape.rank]
-        for extents in typical_extents:
-            box = self.best_box(tile, extents, device)
+        for left, extents in zip(range(len(typical_extents))[::-1], typical_extents, strict=True):
+            # With padding, the first and the last position have some of the outputs where no phase is late.
+            more = self.shape.late[2] if tile.join_w else 0
+            held = (*extents[:2], extents[2] + more)
+            box = self.best_box(tile, held, device)
             if box is None:
                 return None
-            logarithms += log(self.cost(tile, box) * _count(extents, box.extent) / prod(extents))
+            logarithms += log(COMPARED * self.cost(tile, box) * _count(held, box.extent) / prod(extents))
+            if least and logarithms + left * log(least) > len(typical_extents) * log(limit):
+                return None
         return exp(logarithms / len(typical_extents))
 
     def least_cost(self, tile: Tile) -> float:
         """Return a lower bound of a position's clocks: a box that fills the tile, in one row and without a halo."""
         depth = 1000 if tile.slides else 1
-        return self.cost(tile, Box((depth, 1, tile.rows), (0, 0), tile.rows, tile.rows)) / (depth * tile.rows)
+        box = Box((depth, 1, tile.rows), (0, 0), tile.rows, tile.rows)
+        return COMPARED * self.cost(tile, box) / (depth * tile.rows)
 
     def clocks(self, tile: Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for one box, averaged over the phases along D and H."""
         s = self.shape
         chunks = -(-s.c_in // self.chunk(tile)) * self.depth(tile, box)
         rows, columns = self.rows(tile), self.columns(tile)
-        taps = 1 if tile.merge_w else s.kernel[2]
-        products = chunks * rows * tile.tiles_m * tile.team * taps * tile.k_steps * s.products
+        products = chunks * rows * tile.tiles_m * tile.team * self.taps_w(tile) * tile.k_steps * s.products
         staged = chunks * box.plane * self.pieces(tile) * 16  # bytes of x, as it comes
         weights = 0 if tile.resident else chunks * rows * self.slot_bytes(tile)
         outputs = prod(box.extent) * self.outputs(tile) * min(8 * tile.tiles_c, s.c_out)
@@ -601,8 +633,14 @@ class Work:
         shared = products * (16 + columns / 4) + (staged * self.parts + weights) / SHARED_BYTES_A_CLOCK
         shared += loads + stores + turned
         tensor = products * columns / 2
-        l2 = (staged + weights) / L2_BYTES_A_CLOCK
-        memory = outputs * s.itemsize / MEMORY_BYTES_A_CLOCK
+        # Of rows, whole sectors are read.
+        l2 = (staged * (1 if s.x_channels_last else 1 + SECTOR / s.itemsize / width) + weights) / L2_BYTES_A_CLOCK
+        # A row starts and ends within sectors, which others write, too.
+        if s.out_channels_last:
+            ragged = max(1, SECTOR / (s.itemsize * min(8 * tile.tiles_c, s.c_out)))
+        else:
+            ragged = 1 + ROW_ENDS / (box.extent[2] * s.stride[2])
+        memory = outputs * s.itemsize * ragged / MEMORY_BYTES_A_CLOCK
         issue = (staged / s.itemsize * (1.5 if s.x_channels_last else 5) + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
         busiest = max(shared, tensor, l2, memory, issue)
         others = shared + tensor + l2 + memory + issue - busiest
@@ -613,9 +651,8 @@ class Work:
             a_chunk *= 2
         if tile.slides and tile.min_blocks > 1:  # one block stores while another multiplies
             a_box //= 2
-        waits = chunks * a_chunk * (1 if tile.x_stages == 2 else 0.85) + stored * a_box
-        clocks = busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
-        return clocks * (WALKS_IN_PAIRS if tile.slides and tile.min_blocks > 1 else 1)
+        waits = chunks * a_chunk * (1 if tile.x_stages == 2 else DEEP) + stored * a_box
+        return busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
 
 
 def _few(extent: int) -> list[int]:
@@ -648,7 +685,7 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     for bound, tile in sorted(((work.least_cost(tile), tile) for tile in tiles(work)), key=lambda pair: pair[0]):
         if best is not None and bound >= best[1]:
             break
-        cost = work.typical_cost(tile, device)
+        cost = work.typical_cost(tile, device, bound, best[1] if best else inf)
         if cost is not None and (best is None or cost < best[1]):
             best = tile, cost
     return best
@@ -661,13 +698,18 @@ def tiles(work: Work) -> Iterator[Tile]:
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
     may_slide = shape.kernel[0] > shape.stride[0] and shape.dilation[0] == 1
-    for slides, (workers, stagers, blocks), all_phases, merge_w, tiles_c, tiles_m, k_steps, deep in itertools.product(
-        (False, True) if may_slide else (False,),
-        *(REGISTERS, (False, True), (False, True), tiles_of_channels, (1, 2, 3, 4, 6, 8), (1, 2), (False, True)),
+    may_join = shape.out_channels_last and shape.stride[2] > 1 and shape.dilation[2] == 1
+    may_join &= shape.kernel[2] % shape.stride[2] == 0
+    along_d = ((False, False), (True, False), (True, True)) if may_slide else ((False, False),)
+    along_w = ((False, False), (True, False), (False, True)) if may_join else ((False, False), (True, False))
+    sizes = itertools.product(tiles_of_channels, (1, 2, 3, 4, 6, 8), (1, 2), (False, True))
+    for (slides, merge_d), (workers, stagers, blocks), all_phases, (merge_w, join_w), size in itertools.product(
+        along_d, REGISTERS, (False, True), along_w, list(sizes)
     ):
+        tiles_c, tiles_m, k_steps, deep = size
         common = (workers, stagers, tiles_m, tiles_c, merge_w, k_steps, 4 if deep else 2)
         half_k = shape.itemsize == 2 and k_steps == 1 and shape.c_in <= 8
-        tile = Tile(*common, 3, False, False, all_phases, blocks, slides, half_k)
+        tile = Tile(*common, 3, False, False, all_phases, blocks, slides, half_k, merge_d, join_w)
         if slides and several and not all_phases:
             continue
         if all_phases and (not several or work.unrolled(tile) > MAX_UNROLLED):
@@ -679,14 +721,21 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         if merge_w and (shape.kernel[2] == 1 or shape.out_channels_last or tiles_m == 3):  # 192 rows: measured slow
             continue
+        if merge_w and slides:  # likewise, beside merged taps along D
+            continue
         if deep and blocks > 1:
             continue
         if k_steps > 1 and work.chunk(tile) >= 2 * shape.c_in:
             continue
         if work.columns(tile) > MAX_COLUMNS:
             continue
+        if shape.products == 3 and k_steps == 1 and work.chains(tile) > MAX_CHAINS:
+            continue
+        # Merged taps need no more accumulators, but wider chains of 3xTF32.
+        if slides and not merge_d and shape.products == 1 and work.columns(tile) * shape.kernel[0] <= MAX_COLUMNS:
+            continue
         if all_phases or not several:
-            slots = -(-shape.c_in // work.chunk(tile)) * shape.kernel[0] * shape.kernel[1]
+            slots = -(-shape.c_in // work.chunk(tile)) * work.slots_of_chunk(tile)
             if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
                 tile = dataclasses.replace(tile, ring=slots, resident=True)
         many = shape.products == 3 and not shape.out_channels_last and work.unrolled(tile) > 32

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import exp, gcd, log, prod
+from math import exp, gcd, inf, log, prod
 from typing import NamedTuple
 
 from cuconvt.geometry import Geometry
@@ -25,8 +25,9 @@ from cuconvt.plan import (
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
 
-PIECE = 8  # numbers in 16 bytes: a run of positions along W, or of elements of y
-PIECE_BYTES = 16
+PIECE_BYTES = 16  # a run of positions along W, or of elements of y
+PIECE_WORDS = 4
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 MAX_TILES_IN = 24  # times 8 columns of a product
 MAX_EIGHTS_OUT = 32  # times 8 channels of y
 MAX_TAPS = 4, 4, 16  # of a tile along D, H, W, and W again where there are groups
@@ -43,21 +44,25 @@ STAGER_REGISTERS = 40
 # Of a worker with one tile of 64 rows and with several, besides sums and operands; with fewer, products are serialised.
 OTHER_REGISTERS = 14, 30
 
-# Rates of an H200's multiprocessor, per clock, that the cost estimate uses: fitted to 60 tiles' times for 12 problems.
+# Rates of an H200's multiprocessor, per clock, that the cost estimate uses: fitted to 60 tiles' times for 12 problems,
+# of 16 bits.
 LEAST_CLOCKS = 24  # of a product
 UNIT_CLOCKS = 135  # from the end of a worker's products to the start of its next ones
 SHARED_BYTES_A_CLOCK = 128
 L2_BYTES_A_CLOCK = 27
-# By the stagers of a block, with loads of so many bytes (1: of elements that are apart).
-FETCHED_BYTES_A_CLOCK = {16: 100.0, 4: 10.0, 2: 1.5, 1: 0.25}
+# By the stagers of a block, with loads of so many bytes (1: of elements that are apart), by itemsize.
+FETCHED_BYTES_A_CLOCK = {2: {16: 100.0, 4: 10.0, 2: 1.5, 1: 0.25}, 4: {16: 100.0, 4: 10.0, 1: 2.5}}
+ROUNDED_BYTES_A_CLOCK = {16: 60.0, 4: 15.0, 1: 15.0}  # likewise, of x to TF32; not measured
 SECTOR = 32
 OVERLAP = 0.05  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS = 1400
+MAX_RUNS = 64  # pieces of positions of a box
 BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
 PARTS_BYTES_A_CLOCK = 18
 # The cost that is compared with other kernels', relative to the estimated time, by how many bytes of rows of y are read
-# at a time. The estimates of weight_gradient_gemm, its only rival, are such parts of that kernel's measured times.
-COST_OF_TIME = {16: 0.75, 4: 0.9, 2: 0.41, 1: 0.41}
+# at a time: such that it is chosen where eleven problems each, in bfloat16 and TF32, took less time than with
+# weight_gradient_gemm, its only rival.
+COST_OF_TIME = {2: {16: 0.75, 4: 0.9, 2: 0.41, 1: 0.41}, 4: {16: 1.2, 4: 1.1, 1: 1.1}}
 TYPICAL_EXTENTS = {1: (256, 4096), 2: (16, 64, 128), 3: (8, 32, 48, 64)}  # of an axis, by rank
 
 
@@ -115,6 +120,7 @@ class Shape:
     """What a tile's choice depends on: everything but N and extents."""
 
     rank: int
+    itemsize: int
     kernel: Ints
     stride: Ints
     dilation: Ints
@@ -126,27 +132,29 @@ class Shape:
     y_bytes: int  # likewise, as far as their alignment goes
 
     @classmethod
-    def of(cls, geometry: Geometry, layout: Layout) -> Shape:
+    def of(cls, geometry: Geometry, layout: Layout, itemsize: int) -> Shape:
         g = geometry
         return cls(
             rank=g.rank,
+            itemsize=itemsize,
             kernel=g.kernel,
             stride=g.stride,
             dilation=g.dilation,
-            early=-g.pad_before[2] % PIECE,
+            early=-g.pad_before[2] % (PIECE_BYTES // itemsize),
             groups=g.groups,
             c_in=g.c_in_per_group,
             c_out=g.c_out_per_group,
-            x_bytes=_row_bytes(layout.x, layout.x_aligned, g.x_extent[2]),
-            y_bytes=_row_bytes(layout.out, layout.out_aligned, g.out_extent[2]),
+            x_bytes=_row_bytes(layout.x, layout.x_aligned, g.x_extent[2], itemsize),
+            y_bytes=_row_bytes(layout.out, layout.out_aligned, g.out_extent[2], itemsize),
         )
 
 
-def _row_bytes(strides: Ints, aligned: bool, extent: int) -> int:
+def _row_bytes(strides: Ints, aligned: bool, extent: int, itemsize: int) -> int:
     """Return how many bytes of a row may be read at a time; 1 where elements of a row are apart in memory."""
     if strides[4] != 1:
         return 1
-    return next((2 * n for n in (8, 2) if aligned and not any(number % n for number in (*strides[:4], extent))), 2)
+    distances = [itemsize * number for number in (*strides[:4], extent)]
+    return next((n for n in (16, 4) if aligned and not any(distance % n for distance in distances)), itemsize)
 
 
 def plan_weight_gradient_wgmma(
@@ -157,7 +165,7 @@ def plan_weight_gradient_wgmma(
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal(name, reason)
     geometry, layout = _batch_as_depth(geometry, layout)
-    work = Work(Shape.of(geometry, layout))
+    work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype]))
     if tile is None:
         tile = choose_tile(work.shape, device)
     cost = None if tile is None else work.typical_cost(tile, device)
@@ -207,7 +215,7 @@ def plan_weight_gradient_wgmma(
             work.y_bytes(tile),
             (*box, work.stage(tile, box).y_channel, 0, 0, 0, 0, 0, 0, 0),
         ),
-        cost=COST_OF_TIME[work.y_bytes(tile)] * cost * geometry.n * prod(geometry.x_extent),
+        cost=COST_OF_TIME[work.itemsize][work.y_bytes(tile)] * cost * geometry.n * prod(geometry.x_extent),
         workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
         sums=tiles * tile.values if parts > 1 else 0,
         tile=tile,
@@ -217,8 +225,8 @@ def plan_weight_gradient_wgmma(
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
     if device.compute_capability != 90:
         return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
-    if dtype not in ("float16", "bfloat16"):
-        return f"computes in float16 and bfloat16, not in {precision or dtype}"
+    if dtype not in ITEMSIZES or (dtype == "float32" and precision != "tf32"):
+        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
     if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
         return "stride and dilation * kernel must stay below 2**31 on every axis"
     return None
@@ -240,7 +248,9 @@ class Work:
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
     def __init__(self, shape: Shape):
-        self.shape = shape
+        self.shape, self.itemsize = shape, shape.itemsize
+        self.per_word = 4 // shape.itemsize  # numbers
+        self.piece = PIECE_WORDS * self.per_word  # numbers in 16 bytes
 
     def staged(self, tile: Tile, axis: int, box: int) -> tuple[int, int, int]:
         """Return what `staged_axis` does for the taps of a tile."""
@@ -258,8 +268,8 @@ class Work:
         """Return how many bytes of a row of y are read at a time."""
         s = self.shape
         if self.gap_w(tile) > 1:
-            return min(s.y_bytes, 2)
-        next_tile = 2 * tile.taps[2] * s.dilation[2] if tile.taps[2] < s.kernel[2] else 0
+            return min(s.y_bytes, s.itemsize)
+        next_tile = s.itemsize * tile.taps[2] * s.dilation[2] if tile.taps[2] < s.kernel[2] else 0
         return next((n for n in (16, 4, 2) if n <= s.y_bytes and next_tile % n == 0), 1)
 
     def chunk(self, tile: Tile) -> int:
@@ -267,11 +277,11 @@ class Work:
         return gcd(self.staged(tile, 2, 1)[0], 4)
 
     def words(self, tile: Tile) -> int:
-        """Return how many words of y a lane reads for a pair of positions."""
+        """Return how many words of y a lane reads for as many positions as a word has numbers."""
         step, hop, _ = self.staged(tile, 2, 1)
-        elements = [self.early(tile) + tap * hop + i * step for tap in range(tile.taps_w) for i in range(2)]
-        chunk = self.chunk(tile)
-        return chunk * len({element // 2 // chunk for element in elements})
+        first, chunk = self.early(tile), self.chunk(tile)
+        elements = [first + tap * hop + i * step for tap in range(tile.taps_w) for i in range(self.per_word)]
+        return chunk * len({element // self.per_word // chunk for element in elements})
 
     def registers(self, tile: Tile) -> int:
         """Estimate the registers of a worker's thread."""
@@ -286,10 +296,10 @@ class Work:
     def y_box(self, tile: Tile, box: Ints) -> tuple[int, int, int]:
         """Return what the taps of a tile reach, along W in pieces."""
         d, h, w = (self.staged(tile, axis, extent)[2] for axis, extent in enumerate(box))
-        return d, h, -(-(self.early(tile) + w) // PIECE)
+        return d, h, -(-(self.early(tile) + w) // self.piece)
 
     def stage(self, tile: Tile, box: Ints) -> Stage:
-        y_box, runs = self.y_box(tile, box), box[2] // PIECE
+        y_box, runs = self.y_box(tile, box), box[2] // self.piece
         step, chunk = self.staged(tile, 2, 1)[0], self.chunk(tile)
         apart = chunk if step // chunk % 2 else 1
         channel = at_residue(prod(y_box), apart, 2 * apart)
@@ -305,7 +315,7 @@ class Work:
     def fits(self, tile: Tile, box: Ints, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        if tile.channels_in * prod(box) * 2 * STAGES > room:
+        if tile.channels_in * prod(box) * self.itemsize * STAGES > room:
             return False
         stage, strides = self.stage(tile, box), self.shape.stride
         far = max(stage.y_box[0] * strides[0], stage.y_box[1] * strides[1])
@@ -313,18 +323,19 @@ class Work:
 
     def boxes(self, extents: Ints) -> Iterator[Ints]:
         """Yield boxes for so many positions along D, H, W: of whole runs, and an even number of them."""
-        runs = -(-extents[2] // PIECE)
+        piece = self.piece
+        runs = -(-extents[2] // piece)
         for w in sorted({_even(runs, most) for most in (1, 2, 4, 8, 16)}):
             for h in sorted({_even(extents[1], most) for most in (1, 2, 4, 8, 16)}):
                 for d in sorted({_even(extents[0], most) for most in (1, 2, 4, 8)}):
-                    if d * h * w > 64:
+                    if d * h * w > MAX_RUNS:
                         continue
                     if d * h * w % 2 == 0:
-                        yield d, h, PIECE * w
+                        yield d, h, piece * w
                     elif w > 1 or extents[1] == 1:
-                        yield d, h, PIECE * (w + 1)
+                        yield d, h, piece * (w + 1)
                     else:
-                        yield d, h + 1, PIECE * w
+                        yield d, h + 1, piece * w
 
     def best_box(self, tile: Tile, geometry: Geometry, device: Device) -> tuple[Ints, int] | None:
         """Return the box with the least time for so many positions, and into how many parts these are cut."""
@@ -354,10 +365,13 @@ class Work:
             clocks += (written + read) / PARTS_BYTES_A_CLOCK
         return clocks
 
-    def typical_cost(self, tile: Tile, device: Device) -> float | None:
-        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""
+    def typical_cost(self, tile: Tile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
+        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits.
+
+        Also None as soon as the mean must exceed `limit`, as no extents take less than `least`.
+        """
         rank, logarithms = self.shape.rank, 0.0
-        for typical in TYPICAL_EXTENTS[rank]:
+        for left, typical in zip(range(len(TYPICAL_EXTENTS[rank]))[::-1], TYPICAL_EXTENTS[rank], strict=True):
             extents = tuple(typical if axis >= 3 - rank else 64 for axis in range(3))
             costs = (
                 self.clocks(tile, box) * _count(extents, box)
@@ -368,16 +382,23 @@ class Work:
             if cost is None:
                 return None
             logarithms += log(cost * self.tiles_of_weights(tile) / prod(extents))
+            if least and logarithms + left * log(least) > len(TYPICAL_EXTENTS[rank]) * log(limit):
+                return None
         return exp(logarithms / len(TYPICAL_EXTENTS[rank]))
 
-    def least_cost(self, tile: Tile) -> float:
-        """Return a lower bound of a position's clocks: the products alone, and what they read."""
-        tensor, shared, workers = (clocks * tile.tiles_m / 16 for clocks in self.unit_clocks(tile))
-        busiest = max(tensor, shared, workers)
-        return (busiest + OVERLAP * (tensor + shared - busiest)) * self.tiles_of_weights(tile)
+    def least_cost(self, tile: Tile, device: Device) -> float:
+        """Return a lower bound of a position's clocks: the products alone, what they read, and x in the largest box."""
+        tensor, shared, workers = (clocks * tile.tiles_m / (2 * self.piece) for clocks in self.unit_clocks(tile))
+        s, x_bytes = self.shape, self.itemsize * min(tile.channels_in, self.shape.c_in)
+        fetch = x_bytes / FETCHED_BYTES_A_CLOCK[s.itemsize][s.x_bytes] / tile.min_blocks
+        busiest = max(tensor, shared, workers, fetch)
+        clocks = busiest + OVERLAP * (tensor + shared - min(busiest, tensor + shared))
+        room = (device.shared_bytes + 1024) // tile.min_blocks
+        positions = min(MAX_RUNS * self.piece, room // (STAGES * self.itemsize * tile.channels_in))
+        return (clocks + BOX_CLOCKS / tile.min_blocks / max(1, positions)) * self.tiles_of_weights(tile)
 
     def unit_clocks(self, tile: Tile) -> tuple[float, float, float]:
-        """Estimate the clocks of all workers for 16 positions and 64 rows: tensor cores, shared memory, waits."""
+        """Estimate the clocks of all workers for two runs and 64 rows: tensor cores, shared memory, waits."""
         products = tile.taps_w * max(tile.channels_in / 2, LEAST_CLOCKS)
         shared = tile.taps_w * tile.channels_in / 4 + 16 * self.words(tile)
         return tile.workers * products, tile.workers * shared, (products + UNIT_CLOCKS) / tile.min_blocks
@@ -385,15 +406,19 @@ class Work:
     def clocks(self, tile: Tile, box: Ints) -> float:
         """Estimate a multiprocessor's clocks for one box."""
         s = self.shape
-        tensor, shared, workers = (prod(box) // 16 * tile.tiles_m * clocks for clocks in self.unit_clocks(tile))
-        x_bytes = 2 * prod(box) * min(tile.channels_in, s.c_in)
+        steps = prod(box) // (2 * self.piece) * tile.tiles_m
+        tensor, shared, workers = (steps * clocks for clocks in self.unit_clocks(tile))
+        x_bytes = self.itemsize * prod(box) * min(tile.channels_in, s.c_in)
         y_bytes = PIECE_BYTES * prod(self.y_box(tile, box)) * min(tile.channels_out, s.c_out)
         fetch, l2 = 0.0, 0.0
         for count, size, gap in ((x_bytes, s.x_bytes, 1), (y_bytes, self.y_bytes(tile), self.gap_w(tile))):
-            apart = SECTOR / 2 if size == 1 else min(gap, SECTOR / 2)
+            apart = SECTOR / s.itemsize if size == 1 else min(gap, SECTOR / s.itemsize)
             shared += count * (1 if size > 2 else 3 * apart) / SHARED_BYTES_A_CLOCK
-            fetch += count / FETCHED_BYTES_A_CLOCK[size] / tile.min_blocks
+            fetch += count / FETCHED_BYTES_A_CLOCK[s.itemsize][size] / tile.min_blocks
             l2 += count * apart / L2_BYTES_A_CLOCK
+        if s.itemsize == 4:
+            shared += 2 * x_bytes / SHARED_BYTES_A_CLOCK
+            fetch += x_bytes / ROUNDED_BYTES_A_CLOCK[s.x_bytes] / tile.min_blocks
         busiest = max(tensor, shared, fetch, l2, workers)
         return busiest + OVERLAP * (tensor + shared + l2 - busiest) + BOX_CLOCKS / tile.min_blocks
 
@@ -403,10 +428,11 @@ def choose_tile(shape: Shape, device: Device) -> Tile | None:
     """Return the best tile for typical extents."""
     work = Work(shape)
     best: tuple[float, Tile] | None = None
-    for bound, tile in sorted(((work.least_cost(tile), tile) for tile in tiles(work)), key=lambda pair: pair[0]):
+    bounds = ((work.least_cost(tile, device), tile) for tile in tiles(work))
+    for bound, tile in sorted(bounds, key=lambda pair: pair[0]):
         if best is not None and bound >= best[0]:
             break
-        cost = work.typical_cost(tile, device)
+        cost = work.typical_cost(tile, device, bound, best[0] if best else inf)
         if cost is not None and (best is None or cost < best[0]):
             best = cost, tile
     return None if best is None else best[1]
@@ -425,7 +451,7 @@ def tiles(work: Work) -> Iterator[Tile]:
             tile = Tile(workers, 8 * channels_out, taps_d, taps_h, taps_w, tiles_in, blocks, groups_w)
             if tile.rows <= 64 * (workers - 1) or work.words(tile) > MAX_CHUNKS * work.chunk(tile):
                 break
-            if groups_w > 1 and taps_w * work.staged(tile, 2, 1)[1] % (2 * work.chunk(tile)):
+            if groups_w > 1 and taps_w * work.staged(tile, 2, 1)[1] % (work.per_word * work.chunk(tile)):
                 break
             if work.registers(tile) > tile.worker_registers:
                 break

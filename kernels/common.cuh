@@ -45,10 +45,33 @@ __device__ __forceinline__ void narrow(float value, BFloat16& to) {
 #endif
 }
 
+// Two neighbouring 16-bit numbers, as the word that they are in memory.
+template <class Stored> __device__ __forceinline__ unsigned narrow_two(float low, float high) {
+    return floats_to_half_bits(low, high);
+}
+template <> __device__ __forceinline__ unsigned narrow_two<BFloat16>(float low, float high) {
+    return floats_to_bfloat16_bits(low, high);
+}
+
 // N consecutive values, moved by one instruction where they are 16 bytes.
 template <class T, int N> struct alignas(sizeof(T) * N) Pack {
     T value[N];
 };
+
+// Narrows values that follow each other, one or an even number, and stores them at once.
+template <class Stored, int N>
+__device__ __forceinline__ void store_vector(const Pack<float, N>& values, Stored* to) {
+    if constexpr (sizeof(Stored) == 4) {
+        *reinterpret_cast<Pack<float, N>*>(to) = values;
+    } else if constexpr (N == 1) {
+        narrow(values.value[0], *to);
+    } else {
+        Pack<unsigned, N / 2> words;
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) words.value[i] = narrow_two<Stored>(values.value[2 * i], values.value[2 * i + 1]);
+        *reinterpret_cast<Pack<unsigned, N / 2>*>(to) = words;
+    }
+}
 
 // ---- small arithmetic ----------------------------------------------------------------------------------------------
 

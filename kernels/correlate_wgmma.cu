@@ -12,7 +12,8 @@
 // just the order in which they are needed.
 //
 // Classes along W are planes beside each other, as channels are, so that whole rows of x are read: where CLASSES is the stride,
-// a thread reads aligned runs of so many elements, each of which goes to another plane.
+// a thread reads aligned runs of so many elements, each of which goes to another plane. Channels-last x that is aligned for it
+// comes by asynchronous copies, piece by piece.
 //
 // With MERGE_W the taps of a class along W are columns of one wgmma, of the same positions, and their sums are shifted when
 // the result is stored.
@@ -46,7 +47,6 @@ static_assert(SETS_W == 1 || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNE
 constexpr int CLASS_STEPS = K_STEPS / CLASSES;  // k steps of a class
 constexpr int PIECES = 2 * CLASS_STEPS;  // of channels
 constexpr int CHUNK = PIECES * PIECE;
-constexpr int PLANES = PARTS * K_STEPS * 2;  // of a stage: [part][class][piece]
 
 constexpr int REACH_D = (AxisD::MAX_TAPS - 1) * AxisD::HOP;
 constexpr int REACH_H = (AxisH::MAX_TAPS - 1) * AxisH::HOP;
@@ -87,7 +87,9 @@ constexpr int PRODUCTS = products_of(0);
 constexpr int SLOT = PRODUCTS * PARTS * OPERAND;
 
 constexpr int SETS = 1;  // see wgmma_store.cuh
-constexpr int SUMS = MERGE_W ? AxisW::MAX_TAPS : 1, MERGED = SUMS, MOST_TAPS = SUMS;
+constexpr int SUMS = MERGE_W ? AxisW::MAX_TAPS : 1, MOST_TAPS = SUMS;
+__host__ __device__ constexpr int set_of(int) { return 0; }
+__host__ __device__ constexpr int column_of(int sum) { return sum * TILE_C; }
 constexpr int SUM_ROWS = SUMS == 1 ? ROWS : at_residue(ROWS, 16, 32);
 constexpr int NEXT_TAP = SUM_ROWS + AxisW::HOP;
 constexpr int SET_OUTPUTS = 1;
@@ -136,8 +138,8 @@ __device__ __forceinline__ int class_of_run(const Problem& p) { return (int)((un
 // Where a run is of two positions, one more begins before the first.
 __device__ __forceinline__ int early(const Problem& p) { return in_runs(p) && class_of_run(p); }
 
-// All items of the box, worked out once for all chunks and classes. A class has its bit if it has the element, and a tap for it;
-// the bits along W of a run say which of its elements are of the box.
+// All items of the box, worked out once for all chunks and classes. A class has its bit if it has the element, and a tap for
+// it; the bits along W of a run say which of its elements are of the box.
 __device__ __forceinline__ void find_items(Item* items, const Problem& p, const Staged& s, const Block& b, int thread) {
     const int across = s.w + early(p), skipped = in_runs(p) ? class_of_run(p) : 0;
     for (int i = thread; i < s.d * s.h * across; i += STAGERS) {
@@ -177,12 +179,10 @@ struct Stage {
     int channels;
 };
 
-constexpr int ELEMENTS = 0, RUNS = 1, VECTORS = 2;  // an element at a time, one of each class in a row, or a piece of channels
-
-// Units of some words that a thread loads before it stores the first, as far as its registers go.
-__host__ __device__ constexpr int batch(int kind, int words) {
-    const int most = kind == VECTORS ? (PRECISION == TF32X3 ? 12 : 16) : kind == RUNS && STAGER_REGISTERS >= 72 ? 32 : 24;
-    return words > most ? 1 : most / words > 4 ? 4 : most / words;
+// Units of some words that a thread loads before it stores the first, as far as its registers go. Each has an address, too.
+__host__ __device__ constexpr int batch(bool runs, int words) {
+    const int most = (STAGER_REGISTERS / 2 - (runs ? 4 : 12) - (INDEX64 ? 8 : 0)) / (words < 8 ? 8 : words);
+    return most < 1 ? 1 : most;
 }
 
 // The most classes along W whose elements a thread takes together, since they share sectors of memory.
@@ -193,16 +193,16 @@ __host__ __device__ constexpr int together() {
     return most;
 }
 
-// A piece of some classes is a unit of work. Neighbouring threads take neighbouring items or, for vectors of channels,
-// neighbouring pieces. A thread loads a batch before it stores the first, since it is latency that it waits for. WHOLE: of each
-// piece all channels are there, or none.
-template <bool WHOLE, int KIND>
+// Stages an element at a time or, with RUNS, one of each class in a row. A piece of some classes is a unit of work, and
+// neighbouring threads take neighbouring items. A thread loads a batch before it stores the first, since it is latency that it
+// waits for. WHOLE: of each piece all channels are there, or none.
+template <bool WHOLE, bool RUNS>
 __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* items, const Problem& p, const Stage& st,
                                       int count, int plane, int thread) {
-    constexpr int WIDTH = KIND == RUNS ? CLASSES : KIND == VECTORS ? 1 : together();  // classes of a unit
+    constexpr int WIDTH = RUNS ? CLASSES : together();  // classes of a unit
     constexpr int UNITS = PIECES * CLASSES / WIDTH;  // of an item
-    constexpr int WORDS = KIND == VECTORS ? 4 : PIECE * (KIND == RUNS ? ceil_div(WIDTH * sizeof(Stored), 4) : WIDTH);
-    constexpr int BATCH = WHOLE ? batch(KIND, WORDS) : 1;
+    constexpr int WORDS = RUNS ? ceil_div(WIDTH * sizeof(Stored), 4) : WIDTH;  // of a channel
+    constexpr int BATCH = WHOLE ? batch(RUNS, PIECE * WORDS) : 1;
     const Index step = (Index)p.x_stride[1], across = DILATION_W * (Index)p.x_stride[4];
     const unsigned wanted = 1u << (12 + st.d) | 1u << (8 + st.h);
     const int first_class = HAS_RUNS ? class_of_run(p) : 0;
@@ -210,21 +210,17 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
     // remember it.
     const auto find = [&](int at, int& piece, int& number) {
         int unit = 0;
-        if (KIND == VECTORS) {
-            unit = at % UNITS;
-        } else {
 #pragma unroll
-            for (int i = 1; i < UNITS; ++i) unit += at >= i * count;
-        }
-        piece = KIND == VECTORS ? unit % PIECES : unit / (CLASSES / WIDTH);
-        number = KIND == VECTORS ? unit / PIECES : unit % (CLASSES / WIDTH) * WIDTH;
-        return items + (KIND == VECTORS ? at / UNITS : at - unit * count);
+        for (int i = 1; i < UNITS; ++i) unit += at >= i * count;
+        piece = unit / (CLASSES / WIDTH);
+        number = unit % (CLASSES / WIDTH) * WIDTH;
+        return items + (at - unit * count);
     };
     // Pieces that no chunk has are zeros from the start.
-    const int pieces = KIND == VECTORS || p.c_in > CHUNK ? PIECES : min(PIECES, ((int)p.c_in + PIECE - 1) / PIECE);
+    const int pieces = p.c_in > CHUNK ? PIECES : min(PIECES, ((int)p.c_in + PIECE - 1) / PIECE);
     const int total = count * (pieces * (CLASSES / WIDTH));
     for (int first = thread; first < total; first += BATCH * STAGERS) {
-        Stored values[BATCH][PIECE][WIDTH];
+        unsigned values[BATCH][PIECE][WORDS];  // taken apart after the last load: before, that would wait
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
             const int at = first + j * STAGERS;
@@ -233,41 +229,28 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
             const unsigned place = at < total ? item->place : 0;
             const int left = st.channels - piece * PIECE;
             const bool inside = (place & wanted) == wanted && left > 0;
-            const unsigned classes = place >> (KIND == RUNS ? 0 : st.set * CLASSES + number);
+            const unsigned classes = place >> (RUNS ? 0 : st.set * CLASSES + number);
 #pragma unroll
             for (int k = 0; k < PIECE; ++k)
 #pragma unroll
-                for (int i = 0; i < WIDTH; ++i) zero(values[j][k][i]);
+                for (int i = 0; i < WORDS; ++i) values[j][k][i] = 0;
             if (!inside) continue;
             const Stored* from =
-                x + item->offset + piece * PIECE * step + (KIND == RUNS ? 0 : (st.set * CLASSES + number) * across);
-            if constexpr (KIND == VECTORS) {
-                if (!(classes & 1)) continue;
-                if (WHOLE || left >= PIECE) {
-                    const Channels piece_of_x = *reinterpret_cast<const Channels*>(from);
+                x + item->offset + piece * PIECE * step + (RUNS ? 0 : (st.set * CLASSES + number) * across);
 #pragma unroll
-                    for (int k = 0; k < PIECE; ++k) values[j][k][0] = piece_of_x.value[k];
-                } else {
+            for (int k = 0; k < PIECE; ++k) {
+                if (WHOLE || k < left) {
+                    if constexpr (RUNS) {
+                        const auto run_of_x = *reinterpret_cast<const Pack<unsigned, WORDS>*>(from);
 #pragma unroll
-                    for (int k = 0; k < PIECE; ++k)
-                        if (k < left) values[j][k][0] = from[k * step];
-                }
-            } else {
+                        for (int i = 0; i < WORDS; ++i) values[j][k][i] = run_of_x.value[i];
+                    } else {
 #pragma unroll
-                for (int k = 0; k < PIECE; ++k) {
-                    if (WHOLE || k < left) {
-                        if constexpr (KIND == RUNS) {
-                            const auto run_of_x = *reinterpret_cast<const Pack<Stored, WIDTH>*>(from);
-#pragma unroll
-                            for (int i = 0; i < WIDTH; ++i) values[j][k][i] = run_of_x.value[i];
-                        } else {
-#pragma unroll
-                            for (int i = 0; i < WIDTH; ++i)
-                                if (classes >> i & 1) values[j][k][i] = from[i * across];
-                        }
+                        for (int i = 0; i < WIDTH; ++i)
+                            if (classes >> i & 1) values[j][k][i] = bits_of(from[i * across]);
                     }
-                    from += step;
                 }
+                from += step;
             }
         }
         issue_in_order();
@@ -283,11 +266,14 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
                 Channels c;
                 Piece parts[PARTS];
 #pragma unroll
-                for (int k = 0; k < PIECE; ++k) c.value[k] = values[j][k][i];
+                for (int k = 0; k < PIECE; ++k) {
+                    const unsigned halves = values[j][k][i * WORDS / WIDTH];
+                    from_bits(WORDS < WIDTH ? halves >> i % 2 * 16 : halves, c.value[k]);
+                }
                 pack(c, parts);
-                if (KIND == RUNS && !(place >> i & 1)) continue;
-                const int later = KIND == RUNS && first_class + i >= CLASSES;
-                const int plane_of_class = (KIND == RUNS ? first_class + i - later * CLASSES : number + i) * PIECES;
+                if (RUNS && !(place >> i & 1)) continue;
+                const int later = RUNS && first_class + i >= CLASSES;
+                const int plane_of_class = (RUNS ? first_class + i - later * CLASSES : number + i) * PIECES;
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part)
                     target[(part * 2 * K_STEPS + plane_of_class) * plane + later] = parts[part];
@@ -296,21 +282,42 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
     }
 }
 
+// Channels-last x that is aligned for it comes by asynchronous copies, a piece at a time, to where it is going to be.
+__device__ __forceinline__ bool is_copied(const Problem& p) { return X_CHANNELS_LAST && p.x_vector; }
+
+// Neighbouring threads copy neighbouring pieces, of one class after the other. What does not exist becomes zero.
+__device__ __forceinline__ void copy_x(Piece* to, const Stored* x, const Item* items, const Problem& p, const Stage& st,
+                                       int count, int plane, int thread) {
+    const Index across = DILATION_W * (Index)p.x_stride[4];
+#pragma unroll (PARTS > 1 ? 1 : 2)
+    for (int at = thread; at < count * (2 * K_STEPS); at += STAGERS) {
+        const int position = at / (2 * K_STEPS), unit = at % (2 * K_STEPS);
+        const int piece = unit % PIECES, number = st.set * CLASSES + unit / PIECES;
+        const unsigned wanted = 1u << (12 + st.d) | 1u << (8 + st.h) | 1u << number;
+        const bool inside = (items[position].place & wanted) == wanted;
+        const int left = inside ? max(0, min(st.channels - piece * PIECE, PIECE)) : 0;
+        copy_async_16(to + unit * plane + position, left ? x + items[position].offset + number * across + piece * PIECE : x,
+                      left * (int)sizeof(Stored));
+    }
+}
+
+// Stages x through registers, or begins to copy it.
 __device__ __forceinline__ void stage_x(Piece* to, const Stored* x, const Item* items, const Problem& p, const Staged& s,
                                         const Stage& st, int thread) {
-    constexpr int FAST = X_CHANNELS_LAST ? VECTORS : HAS_RUNS ? RUNS : ELEMENTS;
     const int slices = (int)p.box[0] + (taps_of<AxisD, KERNEL_D>(st.d) - 1) * AxisD::HOP;
     const int count = slices * s.h * (s.w + early(p));
     const bool whole = st.channels >= CHUNK || st.channels % PIECE == 0;
     x += st.d * DILATION_D * (Index)p.x_stride[2] + st.h * DILATION_H * (Index)p.x_stride[3];
-    if (FAST != ELEMENTS && p.x_vector && whole) {
-        stage<true, FAST>(to, x, items, p, st, count, s.plane, thread);
-    } else if (FAST != ELEMENTS && p.x_vector) {
-        stage<false, FAST>(to, x, items, p, st, count, s.plane, thread);
-    } else if (whole) {
-        stage<true, ELEMENTS>(to, x, items, p, st, count, s.plane, thread);
+    if (is_copied(p)) {
+        copy_x(to, x, items, p, st, count, s.plane, thread);
+    } else if (in_runs(p) && whole) {
+        stage<true, HAS_RUNS>(to, x, items, p, st, count, s.plane, thread);
+    } else if (in_runs(p)) {
+        stage<false, HAS_RUNS>(to, x, items, p, st, count, s.plane, thread);
+    } else if (!X_CHANNELS_LAST && whole) {
+        stage<true, false>(to, x, items, p, st, count, s.plane, thread);
     } else {
-        stage<false, ELEMENTS>(to, x, items, p, st, count, s.plane, thread);
+        stage<false, false>(to, x, items, p, st, count, s.plane, thread);
     }
 }
 
@@ -318,14 +325,14 @@ __device__ __forceinline__ void stage_x(Piece* to, const Stored* x, const Item* 
 
 // The products of a slot, of C columns, with some part of A and of B each, for one tile. The first may overwrite the sums.
 template <int C>
-__device__ __forceinline__ void multiply_parts(float (&sum)[C / 2], int slot, unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void multiply_parts(float (&sum)[C / 2], int slot, Operand a, Operand b,
                                                int plane, int part_a, int part_b, bool accumulate) {
 #pragma unroll
     for (int i = 0; i < PRODUCTS; ++i) {
         if (i >= products_of(slot)) break;
         const Product of = product(slot, i);
         multiply_add<C>(
-            sum, a + of.tap * AxisW::HOP + ((part_a * CLASSES + of.number) * PIECES + 2 * of.step) * recomputed(plane),
+            sum, a + of.tap * AxisW::HOP + ((part_a * CLASSES + of.number) * PIECES + 2 * of.step) * plane,
             b + (i * PARTS + part_b) * OPERAND, accumulate || i > 0);
     }
 }
@@ -334,16 +341,18 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[C / 2], int slot, un
 // The tensor core truncates its sums, so each chain of a few products starts from zero, and ordinary additions collect the
 // chains. Two alternate: one is added while the next is multiplied.
 template <int C>
-__device__ __forceinline__ void multiply(Accumulators& acc, int slot, unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a, Operand b,
                                          const int (&start)[TILES_M], int plane) {
     float sums[2][C / 2];
+    a = of_warp(a);
+    b = of_warp(b);
     const auto collect = [&](int tile) {
 #pragma unroll
         for (int i = 0; i < C / 2; ++i) acc.value[0][tile][i] += sums[tile % 2][i];
     };
 #pragma unroll
     for (int tile = 0; tile < TILES_M; ++tile) {
-        const unsigned long long rows = a + recomputed(start[tile]);
+        const Operand rows = a + start[tile];
         wgmma_fence();
         // The small products come first.
         multiply_parts<C>(sums[tile % 2], slot, rows, b, plane, 1, 0, false);
@@ -361,12 +370,14 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int slot, unsigned l
 constexpr bool LAGS = false;  // whether `multiply` returns before its own products are complete: with those of the last call
 #else
 template <int C>
-__device__ __forceinline__ void multiply(Accumulators& acc, int slot, unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a, Operand b,
                                          const int (&start)[TILES_M], int plane) {
+    a = of_warp(a);
+    b = of_warp(b);
     wgmma_fence();
 #pragma unroll
     for (int tile = 0; tile < TILES_M; ++tile) {
-        multiply_parts<C>(reinterpret_cast<float(&)[C / 2]>(acc.value[0][tile]), slot, a + recomputed(start[tile]), b, plane,
+        multiply_parts<C>(reinterpret_cast<float(&)[C / 2]>(acc.value[0][tile]), slot, a + start[tile], b, plane,
                           0, 0, true);
     }
     wgmma_commit();
@@ -479,13 +490,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         give_registers<STAGER_REGISTERS>();
         const int thread = threadIdx.x - WORKER_THREADS - 32;
         if (thread < 0 && lane) return;
+        const int count = s.d * s.h * s.w;  // of copied positions, at most: rounding or splitting others again is harmless
+        UnderWay under_way = {0, 0};
         int team = 0;
         for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
             const Block b = locate(index, p);
             if (thread < 0) {
-                const int count = KERNEL_D * KERNEL_H * SETS_W * SLOTS_A_ROW * chunks;
-                const Piece* from = packed + (b.group * p.tiles[3] + b.tile_c) * count * (long long)SLOT;
-                for (int i = 0; i < count; ++i) {
+                const int slots_of_box = KERNEL_D * KERNEL_H * SETS_W * SLOTS_A_ROW * chunks;
+                const Piece* from = packed + (b.group * p.tiles[3] + b.tile_c) * slots_of_box * (long long)SLOT;
+                for (int i = 0; i < slots_of_box; ++i) {
                     weight_ring.wait_until_free();
                     barrier_arrive_expecting(weight_ring.full + weight_ring.place, SLOT * sizeof(Piece));
                     copy_bulk(slots + weight_ring.place * SLOT, from, SLOT * sizeof(Piece),
@@ -503,10 +516,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             Ring ring = x_ring.of_team(team);
             each_stage(chunks, [&](int d, int h, int set, int chunk) {
                 ring.wait_until_free();
-                stage_x(stages + (team * X_STAGES + ring.place) * PLANES * s.plane, from + chunk * CHUNK * p.x_stride[1], items,
-                        p, s, Stage{d, h, set, (int)p.c_in - chunk * CHUNK}, thread);
-                publish_shared_writes();
-                barrier_arrive(ring.full + ring.place);
+                const int stage = team * X_STAGES + ring.place;
+                stage_x(stages + stage * PLANES * s.plane, from + chunk * CHUNK * p.x_stride[1], items, p, s,
+                        Stage{d, h, set, (int)p.c_in - chunk * CHUNK}, thread);
+                if (is_copied(p)) {
+                    copy_async_commit();
+                    under_way.stages = under_way.stages << 8 | stage;
+                    if (++under_way.count > AHEAD)
+                        hand_over<AHEAD>(under_way, stages, x_ring.full, count, s.plane, thread);
+                } else {
+                    publish_shared_writes();
+                    barrier_arrive(ring.full + ring.place);
+                }
                 ring.next<X_STAGES>();
             });
             if (++team == TEAMS) {  // all rings are as far as this one
@@ -515,6 +536,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 x_ring.round = ring.round;
             }
         }
+        while (under_way.count > 0) hand_over<0>(under_way, stages, x_ring.full, count, s.plane, thread);
         return;
     }
 
@@ -524,9 +546,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     find_starts(start, p, s, tiles);
     const int team = warp / 4 / TEAM;
     x_ring = x_ring.of_team(team);
-    const unsigned long long staged =
+    const Operand staged =
         describe(stages + team * X_STAGES * PLANES * s.plane, s.plane * 16, (patches_w ? s.w : 8) * 16);
-    const unsigned long long weights = describe(slots, COLUMNS * 16, 128);
+    const Operand weights = describe(slots, COLUMNS * 16, 128);
 
     for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x) {
         const Block b = locate(index, p);
@@ -544,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         };
         each_stage(chunks, [&](int d, int h, int, int) {
             x_ring.wait_until_full();
-            const unsigned long long box = staged + x_ring.place * PLANES * s.plane;
+            const Operand box = staged + x_ring.place * PLANES * s.plane;
 #pragma unroll
             for (int slot = 0; slot < SLOTS_A_ROW; ++slot) {
 #pragma unroll 1
@@ -552,9 +574,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
                     for (int tap_h = 0; tap_h < taps_of<AxisH, KERNEL_H>(h); ++tap_h) {
                         weight_ring.wait_until_full();
-                        const unsigned long long a =
+                        const Operand a =
                             box + (tap_d * AxisD::HOP * recomputed(s.h) + tap_h * AxisH::HOP) * recomputed(s.w);
-                        const unsigned long long b = weights + weight_ring.place * SLOT;
+                        const Operand b = weights + weight_ring.place * SLOT;
                         if (columns_of(slot) < COLUMNS) {
                             multiply<FEWER_COLUMNS>(acc, slot, a, b, start, s.plane);
                         } else {

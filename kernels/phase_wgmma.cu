@@ -12,8 +12,12 @@
 // With MERGE_W all taps along W are columns of one wgmma, of the same positions; the sums of a tap are shifted when the
 // result is stored. It reads x once instead of once a tap, which is what bounds few output channels.
 //
+// With JOIN_W (channels-last) the taps along W that read the same positions, one of each phase, are columns of one wgmma: nothing
+// is shifted, and few output channels make a wide wgmma, too.
+//
 // With SLIDES a block walks along D: it stages each slice of x once, not once a tap, multiplies it by the taps of all rows
 // along D at once, and has as many sums in flight; after a slice, the outputs that no later slice reaches are stored.
+// With MERGE_D these taps, which all read the same slice, are columns of one wgmma.
 //
 // Warps have roles. Workers multiply and store the result; of the last warps one brings weights by bulk copies and the others
 // stage x through registers, where it is turned, rounded to TF32 or split. A block takes one box after the other, so
@@ -32,13 +36,18 @@
 #ifndef FIRST_PHASE_W  // the phase of the first output along W, where results are written as runs
 #define FIRST_PHASE_W 0
 #endif
+#ifndef JOIN_W  // whether the taps along W that read the same positions are columns of one wgmma
+#define JOIN_W 0
+#endif
+#ifndef MERGE_D  // whether the taps along D are, where a block slides
+#define MERGE_D 0
+#endif
 #ifndef HALF_K  // whether the second piece of a wgmma is nothing: for no more channels than one piece has
 #define HALF_K 0
 #endif
 
 constexpr int FILLED = HALF_K ? 1 : 2 * K_STEPS;  // pieces of a chunk that hold channels
 constexpr int CHUNK = FILLED * PIECE;
-constexpr int PLANES = PARTS * K_STEPS * 2;  // of a stage: [part][k step][2]
 
 // The tap furthest back reads the first row and column of the staged box, whichever phase it is.
 constexpr int REACH_D = SLIDES ? 0 : ALL_PHASES ? AxisD::REACH : (AxisD::MAX_TAPS - 1) * AxisD::HOP;
@@ -53,11 +62,15 @@ constexpr int LIVE_D = !ALL_PHASES ? 1 : KERNEL_D < AxisD::STEP ? KERNEL_D : Axi
 constexpr int LIVE_H = !ALL_PHASES ? 1 : KERNEL_H < AxisH::STEP ? KERNEL_H : AxisH::STEP;
 constexpr int LIVE = KERNEL_W < AxisW::STEP ? KERNEL_W : AxisW::STEP;
 
-constexpr int SETS_W = MERGE_W ? 1 : LIVE;
+constexpr int SETS_W = MERGE_W || JOIN_W ? 1 : LIVE;
 constexpr int HELD_D = SLIDES ? KERNEL_D : LIVE_D;
-constexpr int SETS = HELD_D * LIVE_H * SETS_W;  // of accumulators, those that are stored first
-constexpr int COLUMNS = MERGE_W ? KERNEL_W * TILE_C : TILE_C;  // of a wgmma
-constexpr int TAPS = MERGE_W ? 1 : KERNEL_W;  // wgmmas that a row of taps needs
+constexpr int SETS = (MERGE_D ? 1 : HELD_D) * LIVE_H * SETS_W;  // of accumulators, those that are stored first
+
+// Columns of a wgmma: [tap or phase along W][tap along D][channel].
+constexpr int COLUMNS_W = MERGE_W ? KERNEL_W : JOIN_W ? STRIDE_W : 1, COLUMNS_D = MERGE_D ? KERNEL_D : 1;
+constexpr int COLUMNS = COLUMNS_W * COLUMNS_D * TILE_C;
+constexpr int TAPS = MERGE_W ? 1 : JOIN_W ? KERNEL_W / STRIDE_W : KERNEL_W;  // wgmmas that a row of taps needs
+constexpr int ROWS_OF_TAPS = (MERGE_D ? 1 : KERNEL_D) * KERNEL_H;  // each of a slot
 
 // A slot of weights: [tap][k step][part][2 pieces][column][16 bytes]. Sizes in units of 16 bytes.
 constexpr int OPERAND = 2 * COLUMNS;
@@ -69,26 +82,36 @@ constexpr int SUMS = LIVE_D * LIVE_H * SUMS_W;
 constexpr int SUM_ROWS = SUMS == 1 ? ROWS : at_residue(ROWS, 16, 32);
 constexpr int SET_PHASES = PHASES_D * PHASES_H * STRIDE_W;  // that a block stores
 constexpr int SET_OUTPUTS = SET_PHASES;
-constexpr int MERGED = MERGE_W ? KERNEL_W : 1;
 constexpr int MOST_TAPS = MERGE_W ? AxisW::MAX_TAPS : 1;
 constexpr int NEXT_TAP = AxisW::STEP * SUM_ROWS - AxisW::HOP;
 
+// The accumulators of a sum, which is [phase along D][phase along H][tap or phase along W]: their set, and the column.
+__host__ __device__ constexpr int set_of(int sum) {
+    return (MERGE_D ? sum / SUMS_W % LIVE_H : sum / SUMS_W) * SETS_W + (SETS_W > 1 ? sum % SUMS_W : 0);
+}
+__host__ __device__ constexpr int column_of(int sum) {
+    return ((COLUMNS_W > 1 ? sum % SUMS_W : 0) * COLUMNS_D + (MERGE_D ? sum / SUMS_W / LIVE_H : 0)) * TILE_C;
+}
+
 #include "wgmma_store.cuh"
 
+static_assert(!MERGE_D || SLIDES, "otherwise taps along D read different slices");
+static_assert(!JOIN_W || (DILATION_W == 1 && KERNEL_W % STRIDE_W == 0 && !MERGE_W), "each phase has a tap that reads the same");
 static_assert(!SLIDES || DILATION_D == 1, "a slice reaches outputs that follow each other");
 static_assert(!SLIDES || ALL_PHASES || STRIDE_D * STRIDE_H == 1, "a slice has the taps of all phases");
 static_assert(!TAKE_TURNS || ALL_PHASES || STRIDE_D * STRIDE_H == 1, "teams count the boxes of all phases");
 static_assert(STRIDE_W % OUT_RUN == 0 && OUT_RUN * sizeof(Stored) <= 16, "a run is of one position, and one store");
 static_assert(!MERGE_W || OUT_RUN == 1 || REACH_W + FIRST_PHASE_W == 0, "taps whose sums are shifted are turned");
+static_assert(!JOIN_W || OUT_CHANNELS_LAST, "the first outputs of a run may be outside of the result");
 static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
 static_assert(!(SLIDES && TAKE_TURNS), "boxes at the edge have fewer slices, and all rings must be as far");
 
 // Whether the first output of a phase belongs to a position one further: with padding, a box of positions begins where the
-// output does, phase by phase.
+// output does, phase by phase. Not where taps are joined, since all phases have to be of the same positions.
 __device__ __forceinline__ int late(long long pad, int stride, int phase) { return phase < (int)((unsigned)pad % stride); }
 
 __device__ __forceinline__ int late_w(long long pad, int phase) {
-    return OUT_RUN > 1 ? phase < FIRST_PHASE_W : late(pad, STRIDE_W, phase);
+    return JOIN_W ? 0 : OUT_RUN > 1 ? phase < FIRST_PHASE_W : late(pad, STRIDE_W, phase);
 }
 
 struct Block {
@@ -162,29 +185,23 @@ __device__ __forceinline__ void find_items(Item* items, const Problem& p, const 
 constexpr bool CROWDED = sizeof(Stored) == 4 && !X_CHANNELS_LAST && K_STEPS > 1 && !SLIDES;
 __device__ __forceinline__ int later(int value) { return CROWDED ? recomputed(value) : value; }
 
-constexpr int POSITIONS = 0, PAIRS = 1, VECTORS = 2;  // a value at a time, two along a row, or a piece of channels
-
-// Stages what there is of a chunk. Some pieces of an item are a unit of work: eight loads. Neighbouring threads take
-// neighbouring items or, for vectors of channels, neighbouring pieces. A thread loads a batch before it stores the first, since
-// it is latency that it waits for.
-template <bool WHOLE, int KIND>
+// Stages what there is of a chunk, a value at a time or, with PAIRS, two along a row. Some pieces of an item are a unit of work:
+// eight loads. Neighbouring threads take neighbouring items. A thread loads a batch before it stores the first, since it is
+// latency that it waits for.
+template <bool WHOLE, bool PAIRS>
 __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* items, Index step, int count, int plane,
                                       int channels, int thread) {
-    constexpr int WIDTH = KIND == PAIRS ? 2 : 1;
-    constexpr int UNIT = KIND == VECTORS ? 1 : 8 / PIECE;  // pieces
+    constexpr int WIDTH = PAIRS ? 2 : 1;
+    constexpr int UNIT = 8 / PIECE;  // pieces
     constexpr int UNITS = FILLED / UNIT;  // of an item
-    constexpr int BATCH = !WHOLE ? 1 : (KIND == VECTORS ? 5 : 4) - (SLIDES ? 2 : K_STEPS);  // slices take registers, too
+    constexpr int BATCH = !WHOLE ? 1 : 4 - (SLIDES ? 2 : K_STEPS);  // slices take registers, too
     // The item and the first piece of a unit. It is worked out twice, which costs less than registers to remember it.
     const auto find = [&](int at, int& piece) {
         int unit = 0;
-        if (KIND == VECTORS) {
-            unit = at % UNITS;
-        } else {
 #pragma unroll
-            for (int i = 1; i < UNITS; ++i) unit += at >= i * count;
-        }
+        for (int i = 1; i < UNITS; ++i) unit += at >= i * count;
         piece = unit * UNIT;
-        return items + (KIND == VECTORS ? at / UNITS : at - unit * count);
+        return items + (at - unit * count);
     };
     for (int first = thread; first < count * UNITS; first += BATCH * STAGERS) {
         Pack<Stored, WIDTH> values[BATCH][UNIT * PIECE];
@@ -196,19 +213,13 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
             const Index offset = at < count * UNITS ? item->offset : OUTSIDE;
             const bool inside = offset != OUTSIDE;
             const int left = inside ? channels - piece * PIECE : 0;
+            const Stored* from = x + offset + piece * PIECE * step;
 #pragma unroll
-            for (int k = 0; k < UNIT * PIECE; ++k)
+            for (int k = 0; k < UNIT * PIECE; ++k) {
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) zero(values[j][k].value[i]);
-            if (KIND == VECTORS && (WHOLE ? inside : left >= PIECE)) {
-                *reinterpret_cast<Channels*>(&values[j]) = *reinterpret_cast<const Channels*>(x + offset + piece * PIECE);
-            } else if (!(KIND == VECTORS && WHOLE)) {
-                const Stored* from = x + offset + piece * PIECE * step;
-#pragma unroll
-                for (int k = 0; k < UNIT * PIECE; ++k) {
-                    if (WHOLE ? inside : k < left) values[j][k] = *reinterpret_cast<const Pack<Stored, WIDTH>*>(from);
-                    from += step;
-                }
+                if (WHOLE ? inside : k < left) values[j][k] = *reinterpret_cast<const Pack<Stored, WIDTH>*>(from);
+                from += step;
             }
         }
         issue_in_order();
@@ -229,7 +240,7 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
 #pragma unroll
                     for (int k = 0; k < PIECE; ++k) c.value[k] = values[j][u * PIECE + k].value[i];
                     pack(c, parts);
-                    if (KIND == PAIRS && !(place >> i & 1)) continue;
+                    if (PAIRS && !(place >> i & 1)) continue;
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part) target[(part * 2 * K_STEPS + u) * plane + i] = parts[part];
                 }
@@ -240,25 +251,39 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
 
 __device__ __forceinline__ void stage_x(Piece* to, const Stored* x, const Item* items, const Problem& p, const Staged& s,
                                         int channels, int thread) {
-    constexpr int FAST = X_CHANNELS_LAST ? VECTORS : sizeof(Stored) == 2 ? PAIRS : POSITIONS;
     const Index step = (Index)p.x_stride[1];
     const int count = items_of(p, s);
-    if (FAST != POSITIONS && p.x_vector && channels >= CHUNK) {
-        stage<true, FAST>(to, x, items, step, count, s.plane, channels, thread);
-    } else if (FAST != POSITIONS && p.x_vector) {
-        stage<false, FAST>(to, x, items, step, count, s.plane, channels, thread);
-    } else if (channels >= CHUNK) {
-        stage<true, POSITIONS>(to, x, items, step, count, s.plane, channels, thread);
+    if (in_pairs(p) && channels >= CHUNK) {
+        stage<true, sizeof(Stored) == 2>(to, x, items, step, count, s.plane, channels, thread);
+    } else if (in_pairs(p)) {
+        stage<false, sizeof(Stored) == 2>(to, x, items, step, count, s.plane, channels, thread);
+    } else if (!X_CHANNELS_LAST && channels >= CHUNK) {
+        stage<true, false>(to, x, items, step, count, s.plane, channels, thread);
     } else {
-        stage<false, POSITIONS>(to, x, items, step, count, s.plane, channels, thread);
+        stage<false, false>(to, x, items, step, count, s.plane, channels, thread);
+    }
+}
+
+// Channels-last x that is aligned for it comes by asynchronous copies, a piece at a time, to where it is going to be.
+__device__ __forceinline__ bool is_copied(const Problem& p) { return X_CHANNELS_LAST && p.x_vector; }
+
+// Neighbouring threads copy neighbouring pieces. What does not exist becomes zero.
+__device__ __forceinline__ void copy_x(Piece* to, const Stored* x, const Item* items, int count, int plane, int channels,
+                                       int thread) {
+#pragma unroll 2
+    for (int at = thread; at < count * FILLED; at += STAGERS) {
+        const int position = at / FILLED, piece = at % FILLED;
+        const Index offset = items[position].offset;
+        const int left = offset == OUTSIDE ? 0 : max(0, min(channels - piece * PIECE, PIECE));
+        copy_async_16(to + piece * plane + position, left ? x + offset + piece * PIECE : x, left * (int)sizeof(Stored));
     }
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void clear(Accumulators& acc, int first_set) {
+__device__ __forceinline__ void clear(Accumulators& acc) {
 #pragma unroll
-    for (int set = first_set; set < SETS; ++set)
+    for (int set = 0; set < SETS; ++set)
 #pragma unroll
         for (int tile = 0; tile < TILES_M; ++tile)
 #pragma unroll
@@ -268,21 +293,36 @@ __device__ __forceinline__ void clear(Accumulators& acc, int first_set) {
 // The next slice reaches the outputs along D from STRIDE_D further on: sums of tap k were for those that it reaches with tap
 // k - STRIDE_D.
 __device__ __forceinline__ void slide(Accumulators& acc) {
-    constexpr int STEP = STRIDE_D * LIVE_H * SETS_W, KEPT = SETS > STEP ? SETS - STEP : 0;
+    constexpr int SETS_D = MERGE_D ? 1 : KERNEL_D, SETS_OF_TAP = SETS / SETS_D, HALF_TILE = TILE_C / 2;
 #pragma unroll
-    for (int set = 0; set < KEPT; ++set)
+    for (int tap = 0; tap < KERNEL_D; ++tap) {
+        const int from = tap + STRIDE_D;
 #pragma unroll
-        for (int tile = 0; tile < TILES_M; ++tile)
+        for (int set = 0; set < SETS_OF_TAP; ++set)
 #pragma unroll
-            for (int i = 0; i < COLUMNS / 2; ++i) acc.value[set][tile][i] = acc.value[set + STEP][tile][i];
-    clear(acc, KEPT);
+            for (int tile = 0; tile < TILES_M; ++tile)
+#pragma unroll
+                for (int i = 0; i < COLUMNS / COLUMNS_D / 2; ++i) {
+                    // Of merged taps, those of each tap along W follow each other.
+                    const int first = MERGE_D ? i / HALF_TILE * KERNEL_D * HALF_TILE + i % HALF_TILE : i;
+                    float(&to)[COLUMNS / 2] = acc.value[MERGE_D ? set : tap * SETS_OF_TAP + set][tile];
+                    if (from >= KERNEL_D)
+                        to[first + (MERGE_D ? tap * HALF_TILE : 0)] = 0;
+                    else if (MERGE_D)
+                        to[first + tap * HALF_TILE] = to[first + from * HALF_TILE];
+                    else
+                        to[first] = acc.value[from * SETS_OF_TAP + set][tile][i];
+                }
+    }
 }
 
 // How far from a row of A a tap along W reads: when it is multiplied or, if all are at once, when its sum is stored.
 __device__ __forceinline__ int shift_of_sum(int tap, long long pad) {
     return REACH_W - AxisW::back(tap) + late_w(pad, AxisW::phase_of(tap));
 }
-__device__ __forceinline__ int shift_of(int tap, long long pad) { return MERGE_W ? 0 : shift_of_sum(tap, pad); }
+__device__ __forceinline__ int shift_of(int tap, long long pad) {
+    return MERGE_W ? 0 : JOIN_W ? REACH_W - tap : shift_of_sum(tap, pad);
+}
 
 #if PRECISION == TF32X3
 // The tensor core truncates its sums, so each chain of a few products starts from zero, and ordinary additions collect the
@@ -294,9 +334,11 @@ __device__ __forceinline__ void collect(Accumulators& acc, int set, const float 
     for (int i = 0; i < COLUMNS / 2; ++i) acc.value[set + chain % SETS_W][chain / SETS_W][i] += sums[chain % 2][i];
 }
 
-__device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void multiply(Accumulators& acc, int set, Operand a, Operand b,
                                          const int (&start)[TILES_M], int plane, long long pad) {
     float sums[2][COLUMNS / 2];
+    a = of_warp(a);
+    b = of_warp(b);
 #pragma unroll
     for (int chain = 0; chain < CHAINS; ++chain) {
         bool accumulate = false;
@@ -307,11 +349,11 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned lo
             const int part_a = product == 0, part_b = product == 1;
 #pragma unroll
             for (int tap = 0; tap < TAPS; ++tap) {
-                if (!MERGE_W && tap % AxisW::STEP != chain % SETS_W) continue;
+                if (SETS_W > 1 && tap % AxisW::STEP != chain % SETS_W) continue;
 #pragma unroll
                 for (int k = 0; k < K_STEPS; ++k) {
-                    const int shift = recomputed(start[chain / SETS_W]) + shift_of(tap, pad);
-                    multiply_add<COLUMNS>(sums[chain % 2], a + shift + (part_a * K_STEPS + k) * 2 * recomputed(plane),
+                    const int shift = start[chain / SETS_W] + shift_of(tap, pad);
+                    multiply_add<COLUMNS>(sums[chain % 2], a + shift + (part_a * K_STEPS + k) * 2 * plane,
                                           b + ((tap * K_STEPS + k) * PARTS + part_b) * OPERAND, accumulate);
                     accumulate = true;
                 }
@@ -328,8 +370,10 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned lo
 }
 constexpr bool LAGS = false;  // whether `multiply` returns before its own products are complete: with those of the last call
 #else
-__device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void multiply(Accumulators& acc, int set, Operand a, Operand b,
                                          const int (&start)[TILES_M], int plane, long long pad) {
+    a = of_warp(a);
+    b = of_warp(b);
     wgmma_fence();
 #pragma unroll
     for (int tile = 0; tile < TILES_M; ++tile) {
@@ -337,9 +381,9 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, unsigned lo
         for (int tap = 0; tap < TAPS; ++tap) {
 #pragma unroll
             for (int k = 0; k < K_STEPS; ++k) {
-                const unsigned long long rows = a + recomputed(start[tile]) + shift_of(tap, pad);
-                multiply_add<COLUMNS>(acc.value[set + (MERGE_W ? 0 : tap % AxisW::STEP)][tile],
-                                      rows + k * 2 * recomputed(plane), b + (tap * K_STEPS + k) * OPERAND, true);
+                const Operand rows = a + start[tile] + shift_of(tap, pad);
+                multiply_add<COLUMNS>(acc.value[set + (SETS_W > 1 ? tap % AxisW::STEP : 0)][tile],
+                                      rows + k * 2 * plane, b + (tap * K_STEPS + k) * OPERAND, true);
             }
         }
     }
@@ -406,20 +450,20 @@ __device__ __forceinline__ void store_run(Stored* to, const Accumulators& acc, i
 #pragma unroll
     for (int first = 0; first < STRIDE_W; first += OUT_RUN) {
         const int there = within(ow + first, p.out_extent[2]) ? left : 0;
-        Stored* const at = to + first;
+        Stored* const at = worked_out(to + first);
 #pragma unroll
         for (int c = 0; c < TILES_C; ++c) {
             const Pack<float, 2> offset = *reinterpret_cast<const Pack<float, 2>*>(bias + c * 8);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                Pack<Stored, OUT_RUN> run;
+                Pack<float, OUT_RUN> run;
 #pragma unroll
                 for (int j = 0; j < OUT_RUN; ++j) {
                     const int sum = sum_of(phase_d, phase_h, (FIRST_PHASE_W + first + j) % STRIDE_W);
-                    const int set = sum < 0 ? 0 : sum / MERGED, column = sum < 0 ? 0 : sum % MERGED * TILES_C + c;
-                    narrow(offset.value[i] + (sum < 0 ? 0.0f : acc.value[set][tile][column * 4 + half * 2 + i]), run.value[j]);
+                    const int set = set_of(sum < 0 ? 0 : sum), column = column_of(sum < 0 ? 0 : sum) / 2 + c * 4 + half * 2 + i;
+                    run.value[j] = offset.value[i] + (sum < 0 ? 0.0f : acc.value[set][tile][column]);
                 }
-                if (c * 8 + i < there) *reinterpret_cast<Pack<Stored, OUT_RUN>*>(at + (c * 8 + i) * step) = run;
+                if (c * 8 + i < there) store_vector(run, at + (c * 8 + i) * step);
             }
         }
     }
@@ -461,15 +505,16 @@ __device__ __forceinline__ void store_held(const Accumulators& acc, const float*
 #if !OUT_CHANNELS_LAST
                 store_run(to, acc, tile, half, of_d, of_h, bias + own, ow, inside ? left - own : 0, p);
 #else
-                const int set = sum_of(of_d, of_h, phase_w);
+                const int sum = sum_of(of_d, of_h, phase_w), set = set_of(sum < 0 ? 0 : sum);
+                const int column = column_of(sum < 0 ? 0 : sum) / 2 + half * 2;
                 TwoChannels sums;
 #pragma unroll
                 for (int c = 0; c < TILES_C; ++c) {
                     const Pack<float, 2> offset = *reinterpret_cast<const Pack<float, 2>*>(bias + c * 8 + own);
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        sums.value[c][i] = offset.value[i] +
-                                           (set < 0 || !alive ? 0.0f : acc.value[set < 0 ? 0 : set][tile][c * 4 + half * 2 + i]);
+                        sums.value[c][i] =
+                            offset.value[i] + (sum < 0 || !alive ? 0.0f : acc.value[set][tile][column + c * 4 + i]);
                 }
                 store_two(to, sums, inside ? left : 0, p);
 #endif
@@ -519,6 +564,7 @@ struct Rows {
     __device__ __forceinline__ int back_d() const { return AxisD::back(d.first); }
     __device__ __forceinline__ int back_h() const { return AxisH::back(h.first); }
 #endif
+    __device__ __forceinline__ int slots_d() const { return MERGE_D ? 1 : d.count; }
     __device__ __forceinline__ int count() const { return d.count * h.count; }
 };
 
@@ -555,6 +601,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         give_registers<STAGER_REGISTERS>();
         const int thread = threadIdx.x - WORKER_THREADS - 32;
         if (thread < 0 && lane) return;
+        const int count = items_of(p, s);
+        UnderWay under_way = {0, 0};
         int team = 0;
         for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
             const Block b = locate(index, p);
@@ -562,12 +610,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (!rows.count()) continue;
             if (thread < 0) {
                 const Piece* const packed_here =
-                    packed + (b.group * p.tiles[3] + b.tile_c) * chunks * (KERNEL_D * KERNEL_H * (long long)SLOT);
+                    packed + (b.group * p.tiles[3] + b.tile_c) * chunks * (ROWS_OF_TAPS * (long long)SLOT);
                 for (int slice = 0; slice < slices; ++slice) {
                     if (is_empty(b, slice, p)) continue;
                     const Piece* from = packed_here;
                     for (int chunk = 0; chunk < chunks; ++chunk) {
-                        for (int row_d = 0; row_d < rows.d.count; ++row_d) {
+                        for (int row_d = 0; row_d < rows.slots_d(); ++row_d) {
                             for (int row_h = 0; row_h < rows.h.count; ++row_h) {
                                 const int row = rows.d.tap(row_d) * KERNEL_H + rows.h.tap(row_h);
                                 weight_ring.wait_until_free();
@@ -577,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                                 weight_ring.next<RING>();
                             }
                         }
-                        from += KERNEL_D * KERNEL_H * (long long)SLOT;
+                        from += ROWS_OF_TAPS * (long long)SLOT;
                     }
                     if (RESIDENT) return;
                 }
@@ -594,10 +642,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (is_empty(b, slice, p)) continue;
                 for (int left = (int)p.c_in; left > 0; left -= CHUNK) {
                     ring.wait_until_free();
-                    const int place = team * X_STAGES + later(ring.place);
-                    stage_x(stages + place * PLANES * later(s.plane), from, items, p, s, left, thread);
-                    publish_shared_writes();
-                    barrier_arrive(ring.full + ring.place);
+                    const int stage = team * X_STAGES + later(ring.place);
+                    Piece* const to = stages + stage * PLANES * later(s.plane);
+                    if (is_copied(p)) {
+                        copy_x(to, from, items, count, s.plane, left, thread);
+                        copy_async_commit();
+                        under_way.stages = under_way.stages << 8 | stage;
+                        if (++under_way.count > AHEAD)
+                            hand_over<AHEAD>(under_way, stages, x_ring.full, count, s.plane, thread);
+                    } else {
+                        stage_x(to, from, items, p, s, left, thread);
+                        publish_shared_writes();
+                        barrier_arrive(ring.full + ring.place);
+                    }
                     ring.next<X_STAGES>();
                     from += CHUNK * p.x_stride[1];
                 }
@@ -609,6 +666,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 x_ring.round = ring.round;
             }
         }
+        while (under_way.count > 0) hand_over<0>(under_way, stages, x_ring.full, count, s.plane, thread);
         return;
     }
 
@@ -618,15 +676,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     find_starts(start, p, s, tiles);
     const int team = warp / 4 / TEAM;
     x_ring = x_ring.of_team(team);
-    const unsigned long long staged = describe(stages + team * X_STAGES * PLANES * s.plane, s.plane * 16, (patches_w ? s.w : 8) * 16);
-    const unsigned long long weights = describe(slots, COLUMNS * 16, 128);
+    const Operand staged = describe(stages + team * X_STAGES * PLANES * s.plane, s.plane * 16, (patches_w ? s.w : 8) * 16);
+    const Operand weights = describe(slots, COLUMNS * 16, 128);
 
     for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x) {
         const Block b = locate(index, p);
         const Rows rows(b);
         const bool alive = rows.count();
         Accumulators acc;
-        clear(acc, 0);
+        clear(acc);
         for (int slice = 0; slice < slices; ++slice) {
             if (alive && !is_empty(b, slice, p)) {
                 int used_slot = -1, used_stage = -1;  // by the products that may be under way
@@ -637,7 +695,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 };
                 for (int chunk = 0; chunk < chunks; ++chunk) {
                     x_ring.wait_until_full();
-                    const unsigned long long box = staged + x_ring.place * PLANES * s.plane;
+                    const Operand box = staged + x_ring.place * PLANES * s.plane;
                     const auto multiply_row = [&](int set, int down, int across) {
                         weight_ring.wait_until_full();
                         multiply(acc, set * SETS_W, box + (down * recomputed(s.h) + across) * recomputed(s.w),
@@ -649,7 +707,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     };
 #if ALL_PHASES
 #pragma unroll
-                    for (int tap_d = 0; tap_d < KERNEL_D; ++tap_d) {
+                    for (int tap_d = 0; tap_d < (MERGE_D ? 1 : KERNEL_D); ++tap_d) {
 #pragma unroll
                         for (int tap_h = 0; tap_h < KERNEL_H; ++tap_h) {
                             multiply_row((SLIDES ? tap_d : tap_d % AxisD::STEP) * LIVE_H + tap_h % AxisH::STEP,
@@ -659,7 +717,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     }
 #elif SLIDES
 #pragma unroll
-                    for (int tap_d = 0; tap_d < KERNEL_D; ++tap_d) {
+                    for (int tap_d = 0; tap_d < (MERGE_D ? 1 : KERNEL_D); ++tap_d) {
 #pragma unroll 1
                         for (int tap_h = 0; tap_h < KERNEL_H; ++tap_h) multiply_row(tap_d, 0, REACH_H - tap_h * AxisH::HOP);
                     }
@@ -691,7 +749,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 // [chunk][tap along D][tap along H] slots. Consecutive threads read consecutive weights.
 extern "C" __global__ void phase_wgmma_pack(const Stored* weight, Piece* packed, const Problem p) {
     const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
-    const long long count = p.groups * p.tiles[3] * chunks * (KERNEL_D * KERNEL_H * (long long)SLOT / PARTS);
+    const long long count = p.groups * p.tiles[3] * chunks * (ROWS_OF_TAPS * (long long)SLOT / PARTS);
     long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     if (index >= count) return;
     const int tap_w = (int)(index % KERNEL_W);
@@ -720,8 +778,9 @@ extern "C" __global__ void phase_wgmma_pack(const Stored* weight, Piece* packed,
     }
     Piece parts[PARTS];
     pack(c, parts);
-    const long long row = (((group * p.tiles[3] + tile_c) * chunks + chunk) * KERNEL_D + tap_d) * KERNEL_H + tap_h;
-    const int tap = MERGE_W ? 0 : tap_w, at = MERGE_W ? tap_w * TILE_C + column : column;
+    const long long row =
+        ((group * p.tiles[3] + tile_c) * chunks + chunk) * ROWS_OF_TAPS + (MERGE_D ? 0 : tap_d * KERNEL_H) + tap_h;
+    const int tap = tap_w / COLUMNS_W, at = (tap_w % COLUMNS_W * COLUMNS_D + (MERGE_D ? tap_d : 0)) * TILE_C + column;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         packed[row * SLOT + ((tap * K_STEPS + piece / 2) * PARTS + part) * OPERAND + piece % 2 * COLUMNS + at] =

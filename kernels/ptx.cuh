@@ -137,13 +137,24 @@ template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
 // A wgmma takes two 16-byte pieces of K: eight TF32 or sixteen 16-bit numbers.
 
 // Describes rows of 16-byte pieces in shared memory: eight rows (of A, or columns of B) follow each other, the next eight
-// are `group_bytes` further, and the second piece of every row is `piece_bytes` after its first. Adding u to a descriptor
-// moves it by 16 u bytes.
-__device__ __forceinline__ unsigned long long describe(const void* shared, unsigned piece_bytes, unsigned group_bytes) {
+// are `group_bytes` further, and the second piece of every row is `piece_bytes` after its first.
+struct Operand {
+    unsigned low, high;  // of its descriptor; in units of 16 bytes, the address and from bit 16 on the pieces, and the groups
+};
+__device__ __forceinline__ Operand describe(const void* shared, unsigned piece_bytes, unsigned group_bytes) {
     const unsigned address = (unsigned)__cvta_generic_to_shared(shared);
-    return (unsigned long long)(address >> 4) | (unsigned long long)(piece_bytes >> 4) << 16 |
-           (unsigned long long)(group_bytes >> 4) << 32;
+    return {address >> 4 | piece_bytes >> 4 << 16, group_bytes >> 4};
 }
+// The same so many times 16 bytes further. A half of a descriptor takes one addition, the whole one would take several.
+__device__ __forceinline__ Operand operator+(Operand operand, int pieces) { return {operand.low + pieces, operand.high}; }
+
+// A value that all lanes of a warp have, in a register of the warp. Descriptors have to be in such registers: what is added to
+// one that is so takes an instruction, while any other has to be moved there, half by half.
+__device__ __forceinline__ unsigned of_warp(unsigned value) {
+    asm volatile("redux.sync.min.u32 %0, %0, 0xffffffff;" : "+r"(value));
+    return value;
+}
+__device__ __forceinline__ Operand of_warp(Operand operand) { return {of_warp(operand.low), operand.high}; }
 
 // Before the first wgmma, and whenever registers that one uses were written by other instructions.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -201,60 +212,71 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define LIST_176 LIST_168 ", %84, %85, %86, %87"
 #define LIST_184 LIST_176 ", %88, %89, %90, %91"
 #define LIST_192 LIST_184 ", %92, %93, %94, %95"
-#define WGMMA(N, A, B, ACCUMULATE, TYPES, LAYOUTS)                                                                        \
+#define WGMMA(N, A, A_HIGH, B, B_HIGH, ACCUMULATE, TYPES, LAYOUTS)                                                         \
     if constexpr (COLUMNS == N)                                                                                            \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES     \
-                 " {" LIST_##N "}, %" #A ", %" #B ", p, 1, 1" LAYOUTS ";\n}"                                              \
+    asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%" #A ", %" #A_HIGH "};\nmov.b64 b, {%" #B ", %" #B_HIGH    \
+                 "};\nsetp.ne.b32 p, %" #ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES                     \
+                 " {" LIST_##N "}, a, b, p, 1, 1" LAYOUTS ";\n}"                                                          \
                  : D_##N                                                                                                   \
-                 : "l"(a), "l"(b), "r"((int)accumulate))
+                 : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"((int)accumulate))
 #define WGMMA_OF_ALL_WIDTHS(TYPES, LAYOUTS) \
-    WGMMA(8, 4, 5, 6, TYPES, LAYOUTS); \
-    WGMMA(16, 8, 9, 10, TYPES, LAYOUTS); \
-    WGMMA(24, 12, 13, 14, TYPES, LAYOUTS); \
-    WGMMA(32, 16, 17, 18, TYPES, LAYOUTS); \
-    WGMMA(40, 20, 21, 22, TYPES, LAYOUTS); \
-    WGMMA(48, 24, 25, 26, TYPES, LAYOUTS); \
-    WGMMA(56, 28, 29, 30, TYPES, LAYOUTS); \
-    WGMMA(64, 32, 33, 34, TYPES, LAYOUTS); \
-    WGMMA(72, 36, 37, 38, TYPES, LAYOUTS); \
-    WGMMA(80, 40, 41, 42, TYPES, LAYOUTS); \
-    WGMMA(88, 44, 45, 46, TYPES, LAYOUTS); \
-    WGMMA(96, 48, 49, 50, TYPES, LAYOUTS); \
-    WGMMA(104, 52, 53, 54, TYPES, LAYOUTS); \
-    WGMMA(112, 56, 57, 58, TYPES, LAYOUTS); \
-    WGMMA(120, 60, 61, 62, TYPES, LAYOUTS); \
-    WGMMA(128, 64, 65, 66, TYPES, LAYOUTS); \
-    WGMMA(136, 68, 69, 70, TYPES, LAYOUTS); \
-    WGMMA(144, 72, 73, 74, TYPES, LAYOUTS); \
-    WGMMA(152, 76, 77, 78, TYPES, LAYOUTS); \
-    WGMMA(160, 80, 81, 82, TYPES, LAYOUTS); \
-    WGMMA(168, 84, 85, 86, TYPES, LAYOUTS); \
-    WGMMA(176, 88, 89, 90, TYPES, LAYOUTS); \
-    WGMMA(184, 92, 93, 94, TYPES, LAYOUTS); \
-    WGMMA(192, 96, 97, 98, TYPES, LAYOUTS);
+    WGMMA(8, 4, 5, 6, 7, 8, TYPES, LAYOUTS); \
+    WGMMA(16, 8, 9, 10, 11, 12, TYPES, LAYOUTS); \
+    WGMMA(24, 12, 13, 14, 15, 16, TYPES, LAYOUTS); \
+    WGMMA(32, 16, 17, 18, 19, 20, TYPES, LAYOUTS); \
+    WGMMA(40, 20, 21, 22, 23, 24, TYPES, LAYOUTS); \
+    WGMMA(48, 24, 25, 26, 27, 28, TYPES, LAYOUTS); \
+    WGMMA(56, 28, 29, 30, 31, 32, TYPES, LAYOUTS); \
+    WGMMA(64, 32, 33, 34, 35, 36, TYPES, LAYOUTS); \
+    WGMMA(72, 36, 37, 38, 39, 40, TYPES, LAYOUTS); \
+    WGMMA(80, 40, 41, 42, 43, 44, TYPES, LAYOUTS); \
+    WGMMA(88, 44, 45, 46, 47, 48, TYPES, LAYOUTS); \
+    WGMMA(96, 48, 49, 50, 51, 52, TYPES, LAYOUTS); \
+    WGMMA(104, 52, 53, 54, 55, 56, TYPES, LAYOUTS); \
+    WGMMA(112, 56, 57, 58, 59, 60, TYPES, LAYOUTS); \
+    WGMMA(120, 60, 61, 62, 63, 64, TYPES, LAYOUTS); \
+    WGMMA(128, 64, 65, 66, 67, 68, TYPES, LAYOUTS); \
+    WGMMA(136, 68, 69, 70, 71, 72, TYPES, LAYOUTS); \
+    WGMMA(144, 72, 73, 74, 75, 76, TYPES, LAYOUTS); \
+    WGMMA(152, 76, 77, 78, 79, 80, TYPES, LAYOUTS); \
+    WGMMA(160, 80, 81, 82, 83, 84, TYPES, LAYOUTS); \
+    WGMMA(168, 84, 85, 86, 87, 88, TYPES, LAYOUTS); \
+    WGMMA(176, 88, 89, 90, 91, 92, TYPES, LAYOUTS); \
+    WGMMA(184, 92, 93, 94, 95, 96, TYPES, LAYOUTS); \
+    WGMMA(192, 96, 97, 98, 99, 100, TYPES, LAYOUTS);
 
 // D = A * B, plus D where `accumulate`. The result is there after the wait for the group it is committed to.
 template <int COLUMNS>
-__device__ __forceinline__ void wgmma_tf32(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b,
-                                          bool accumulate) {
+__device__ __forceinline__ void wgmma_tf32(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
     WGMMA_OF_ALL_WIDTHS("k8.f32.tf32.tf32", "")
 }
 template <int COLUMNS>
-__device__ __forceinline__ void wgmma_f16(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b,
-                                         bool accumulate) {
+__device__ __forceinline__ void wgmma_f16(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
     WGMMA_OF_ALL_WIDTHS("k16.f32.f16.f16", ", 0, 0")
 }
 template <int COLUMNS>
-__device__ __forceinline__ void wgmma_bf16(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b,
-                                          bool accumulate) {
+__device__ __forceinline__ void wgmma_bf16(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
     WGMMA_OF_ALL_WIDTHS("k16.f32.bf16.bf16", ", 0, 0")
 }
 
 // Keeps the compiler from moving memory accesses across: what comes before is issued before what comes after.
 __device__ __forceinline__ void issue_in_order() { asm volatile("" ::: "memory"); }
+
+// An address in global memory, worked out once: the compiler would do it again in every branch that stores to it.
+template <class T> __device__ __forceinline__ T* worked_out(T* address) {
+    size_t global = __cvta_generic_to_global(address);
+    asm volatile("" : "+l"(global));
+    return (T*)__cvta_global_to_generic(global);
+}
+
+// The value, in a register of its own: what the compiler knows to be a copy, it may copy again on every way that leads on.
+__device__ __forceinline__ float on_its_own(float value) {
+    asm volatile("" : "+f"(value));
+    return value;
+}
 
 // The value. What follows from it is worked out where it is used, not kept in registers from before a loop.
 __device__ __forceinline__ int recomputed(int value) {
@@ -326,50 +348,57 @@ template <int COUNT> __device__ __forceinline__ void give_registers() {
 }
 
 // ---- products with A in registers (sm_90a) ---------------------------------------------------------------------------
-// a[0..3] are as in mma_m16n8k16, warp w of the warpgroup with rows 16 w and on. Nobody may write to them before the wait
-// for the product.
+// a[0..3] are as in mma_m16n8k8_tf32 and mma_m16n8k16, warp w of the warpgroup with rows 16 w and on. Nobody may write to them
+// before the wait for the product.
 
-#define WGMMA_OF_REGISTERS(N, A0, A1, A2, A3, B, ACCUMULATE, TYPES, LAYOUT)                                                     \
+#define WGMMA_OF_REGISTERS(N, A0, A1, A2, A3, B, B_HIGH, ACCUMULATE, TYPES, LAYOUT)                                                   \
     if constexpr (COLUMNS == N)                                                                                            \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ACCUMULATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES     \
-                 " {" LIST_##N "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1" LAYOUT ";\n}"                 \
+    asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #B ", %" #B_HIGH "};\nsetp.ne.b32 p, %" #ACCUMULATE      \
+                 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N TYPES                                                       \
+                 " {" LIST_##N "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, b, p, 1, 1" LAYOUT ";\n}"                    \
                  : D_##N                                                                                                   \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate))
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high), "r"((int)accumulate))
 #define WGMMA_OF_REGISTERS_OF_ALL_WIDTHS(TYPES, LAYOUT) \
-    WGMMA_OF_REGISTERS(8, 4, 5, 6, 7, 8, 9, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(16, 8, 9, 10, 11, 12, 13, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(24, 12, 13, 14, 15, 16, 17, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(32, 16, 17, 18, 19, 20, 21, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(40, 20, 21, 22, 23, 24, 25, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(48, 24, 25, 26, 27, 28, 29, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(56, 28, 29, 30, 31, 32, 33, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(64, 32, 33, 34, 35, 36, 37, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(72, 36, 37, 38, 39, 40, 41, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(80, 40, 41, 42, 43, 44, 45, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(88, 44, 45, 46, 47, 48, 49, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(96, 48, 49, 50, 51, 52, 53, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(104, 52, 53, 54, 55, 56, 57, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(112, 56, 57, 58, 59, 60, 61, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(120, 60, 61, 62, 63, 64, 65, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(128, 64, 65, 66, 67, 68, 69, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(136, 68, 69, 70, 71, 72, 73, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(144, 72, 73, 74, 75, 76, 77, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(152, 76, 77, 78, 79, 80, 81, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(160, 80, 81, 82, 83, 84, 85, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(168, 84, 85, 86, 87, 88, 89, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(176, 88, 89, 90, 91, 92, 93, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(184, 92, 93, 94, 95, 96, 97, TYPES, LAYOUT); \
-    WGMMA_OF_REGISTERS(192, 96, 97, 98, 99, 100, 101, TYPES, LAYOUT);
+    WGMMA_OF_REGISTERS(8, 4, 5, 6, 7, 8, 9, 10, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(16, 8, 9, 10, 11, 12, 13, 14, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(24, 12, 13, 14, 15, 16, 17, 18, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(32, 16, 17, 18, 19, 20, 21, 22, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(40, 20, 21, 22, 23, 24, 25, 26, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(48, 24, 25, 26, 27, 28, 29, 30, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(56, 28, 29, 30, 31, 32, 33, 34, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(64, 32, 33, 34, 35, 36, 37, 38, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(72, 36, 37, 38, 39, 40, 41, 42, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(80, 40, 41, 42, 43, 44, 45, 46, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(88, 44, 45, 46, 47, 48, 49, 50, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(96, 48, 49, 50, 51, 52, 53, 54, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(104, 52, 53, 54, 55, 56, 57, 58, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(112, 56, 57, 58, 59, 60, 61, 62, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(120, 60, 61, 62, 63, 64, 65, 66, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(128, 64, 65, 66, 67, 68, 69, 70, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(136, 68, 69, 70, 71, 72, 73, 74, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(144, 72, 73, 74, 75, 76, 77, 78, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(152, 76, 77, 78, 79, 80, 81, 82, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(160, 80, 81, 82, 83, 84, 85, 86, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(168, 84, 85, 86, 87, 88, 89, 90, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(176, 88, 89, 90, 91, 92, 93, 94, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(184, 92, 93, 94, 95, 96, 97, 98, TYPES, LAYOUT); \
+    WGMMA_OF_REGISTERS(192, 96, 97, 98, 99, 100, 101, 102, TYPES, LAYOUT);
 
 template <int COLUMNS>
-__device__ __forceinline__ void wgmma_f16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4],
-                                                      unsigned long long b, bool accumulate) {
+__device__ __forceinline__ void wgmma_tf32_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], Operand b,
+                                                        bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
+    WGMMA_OF_REGISTERS_OF_ALL_WIDTHS("k8.f32.tf32.tf32", "")
+}
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_f16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], Operand b,
+                                                       bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
     WGMMA_OF_REGISTERS_OF_ALL_WIDTHS("k16.f32.f16.f16", ", 0")
 }
 template <int COLUMNS>
-__device__ __forceinline__ void wgmma_bf16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4],
-                                                       unsigned long long b, bool accumulate) {
+__device__ __forceinline__ void wgmma_bf16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], Operand b,
+                                                       bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
     WGMMA_OF_REGISTERS_OF_ALL_WIDTHS("k16.f32.bf16.bf16", ", 0")
 }

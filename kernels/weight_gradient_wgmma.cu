@@ -1,13 +1,15 @@
-// Weight gradient on Hopper's tensor cores (sm_90a): float16 and bfloat16, of arrays whose rows along W are contiguous or not.
+// Weight gradient on Hopper's tensor cores (sm_90a): float16, bfloat16 and float32 (as TF32), of arrays whose rows along W are
+// contiguous or not.
 //
 //     out[ci, co, k] = sum over n, i of  x[n, ci, i] * y[n, co, i*stride + k*dilation - pad]
 // A matrix product with M = channels of y x taps, N = channels of x, K = positions i of the whole batch; some taps along W have
 // sums of their own instead. A block owns a tile of weights and a share of the boxes of positions. It stages a box of
 // x, and of y all that its taps reach, both as they are in memory: nothing is turned.
 //
-// x is staged as [run][channel], a run being 16 bytes: 8 positions of a row. That is how a wgmma takes rows of B. y is staged
-// as [channel][row][run]. Where a position meets a tap is an offset of any number of elements there, which no operand in
-// shared memory may have; so A comes to registers, by ordinary loads, and taps along W are other halves of the same words.
+// x is staged as [run][channel], a run being 16 bytes: 8 or 4 positions of a row. That is how a wgmma takes rows of B. y is
+// staged as [channel][row][run]. Where a position meets a tap is an offset of any number of elements there, which no operand in
+// shared memory may have; so A comes to registers, by ordinary loads, and taps along W are other halves of the same words, or
+// other words. TF32 numbers are rounded: of y by the workers, of x by the stagers, where each has copied them to.
 //
 // Warps have roles: stagers bring boxes, by asynchronous copies or, if rows are not aligned, through registers; several boxes
 // are on their way at a time. Workers multiply, each 64 rows of M or several times as many.
@@ -17,6 +19,7 @@
 // of loads, and into how many parts the positions are cut (tiles[3]).
 #include "boxes.cuh"
 #include "partial_sums.cuh"
+#include "tf32.cuh"
 
 #ifndef DTYPE
 #define DTYPE FLOAT16
@@ -78,7 +81,8 @@ typedef Staged<TAPS_H, STRIDE_H, DILATION_H, 1> AxisH;
 typedef Staged<TAPS_W * GROUPS_W, STRIDE_W, DILATION_W, 1> AxisW;
 
 constexpr int WORKER_THREADS = 128 * WORKERS, STAGERS = 128, THREADS = WORKER_THREADS + STAGERS;
-constexpr int PIECE = 8, PIECE_WORDS = 4;  // numbers and words in 16 bytes
+constexpr int PER_WORD = 4 / (int)sizeof(Stored);
+constexpr int PIECE_WORDS = 4, PIECE = PIECE_WORDS * PER_WORD;  // words and numbers in 16 bytes
 constexpr int CHANNELS_IN = 8 * TILES_IN;
 constexpr int ROWS = CHANNELS_OUT * GROUPS_W * TAPS_H * TAPS_D;  // of M; those past them are of no use
 static_assert(CHANNELS_OUT % 8 == 0 && ROWS <= 64 * TILES_M * WORKERS, "eight rows have one tap");
@@ -126,24 +130,24 @@ struct alignas(16) Item {
 };
 
 __device__ __forceinline__ Item find_item_of_x(int i, const Problem& p, const Box& box) {
-    const int run = i / box.x_parts, row = run / box.runs, part = i % box.x_parts * 2;
+    const int run = i / box.x_parts, row = run / box.runs, part = i % box.x_parts;
     Item item;
-    item.w = run % box.runs * PIECE + part;
+    item.w = run % box.runs * PIECE + part * PER_WORD;
     item.h = (short)(row % box.h);
     item.d = (short)(row / box.h);
     item.offset = item.d * (Index)p.x_stride[2] + item.h * (Index)p.x_stride[3] + item.w * (Index)p.x_stride[4];
-    item.place = (unsigned short)(run * box.x_run * PIECE_WORDS + part / 2);
+    item.place = (unsigned short)(run * box.x_run * PIECE_WORDS + part);
     return item;
 }
 
 __device__ __forceinline__ Item find_item_of_y(int i, const Problem& p, const Box& box) {
-    const int piece = i / box.y_parts, row = piece / box.y_row, part = i % box.y_parts * 2;
+    const int piece = i / box.y_parts, row = piece / box.y_row, part = i % box.y_parts;
     Item item;
-    item.w = (piece % box.y_row * PIECE + part) * (Index)AxisW::GAP;
+    item.w = (piece % box.y_row * PIECE + part * PER_WORD) * (Index)AxisW::GAP;
     item.h = (short)(row % box.y_h * AxisH::GAP);
     item.d = (short)(row / box.y_h * AxisD::GAP);
     item.offset = item.d * (Index)p.out_stride[2] + item.h * (Index)p.out_stride[3] + item.w * (Index)p.out_stride[4];
-    item.place = (unsigned short)(piece * PIECE_WORDS + part / 2);
+    item.place = (unsigned short)(piece * PIECE_WORDS + part);
     return item;
 }
 
@@ -183,11 +187,14 @@ struct Walk {
     int items, item_step, set_step;
 };
 
+// Channels that a thread takes at a time, in pieces or words.
+__host__ __device__ constexpr int unit(int bytes) { return bytes == 16 ? 4 : 8; }
+
 // Whole pieces or words, which arrive later. Channels are `step` apart in the array and `apart` pieces in shared memory.
 template <int BYTES>
 __device__ __forceinline__ void copy_parts(Piece* to, const Stored* from, const Item* items, Walk walk, const Origin& origin,
                                            Index step, int apart, int channels) {
-    constexpr int UNIT = BYTES == 16 ? 4 : 8;  // channels
+    constexpr int UNIT = unit(BYTES);
 #pragma unroll 1
     for (; walk.set * UNIT < channels; walk.next()) {
         const Item item = items[walk.item];
@@ -205,6 +212,33 @@ __device__ __forceinline__ void copy_parts(Piece* to, const Stored* from, const 
     }
 }
 
+#if DTYPE == FLOAT32
+// Rounds pieces or words of x that this thread has copied, in batches that its registers hold.
+template <int BYTES>
+__device__ __forceinline__ void round_parts(Piece* to, const Item* items, Walk walk, int channels) {
+    typedef Pack<unsigned, BYTES / 4> Part;
+    constexpr int UNIT = unit(BYTES), BATCH = BYTES == 16 ? 2 : 4;
+#pragma unroll 1
+    for (; walk.set * UNIT < channels; walk.next()) {
+        unsigned* target = &to[walk.set * UNIT].value[0] + items[walk.item].place;
+#pragma unroll 1
+        for (int left = min(channels - walk.set * UNIT, UNIT); left > 0; left -= BATCH) {
+            Part parts[BATCH];
+#pragma unroll
+            for (int c = 0; c < BATCH; ++c)
+                if (c < left) parts[c] = *reinterpret_cast<const Part*>(target + c * PIECE_WORDS);
+#pragma unroll
+            for (int c = 0; c < BATCH; ++c) {
+                if (c >= left) continue;
+#pragma unroll
+                for (unsigned& word : parts[c].value) word = to_tf32(__uint_as_float(word));
+                *reinterpret_cast<Part*>(target + c * PIECE_WORDS) = parts[c];
+            }
+            target += BATCH * PIECE_WORDS;
+        }
+    }
+}
+#else
 // Two elements of a row at a time, `next` apart in the array and `gap` positions; eight loads before the first store.
 __device__ __forceinline__ void gather_pairs(Piece* to, const Stored* from, const Item* items, Walk walk, const Origin& origin,
                                              Index step, Index next, Index gap, int apart, int channels) {
@@ -231,28 +265,51 @@ __device__ __forceinline__ void gather_pairs(Piece* to, const Stored* from, cons
             if (first + c < channels) target[c * apart * PIECE_WORDS] = words[c][0] | words[c][1] << 16;
     }
 }
+#endif
+
+// In parts of `bytes` bytes. A word of float32 is an element, which may be copied wherever it is.
+__device__ __forceinline__ void fetch(int bytes, Piece* to, const Stored* from, const Item* items, Walk walk,
+                                      const Origin& origin, Index step, Index next, Index gap, int apart, int channels) {
+    if (bytes == 16) return copy_parts<16>(to, from, items, walk, origin, step, apart, channels);
+#if DTYPE != FLOAT32
+    if (bytes != 4) return gather_pairs(to, from, items, walk, origin, step, next, gap, apart, channels);
+#endif
+    copy_parts<4>(to, from, items, walk, origin, step, apart, channels);
+}
+
+// Of a stage whose copies by this thread have landed; workers may use it once all stagers are done with it.
+__device__ __forceinline__ void finish(Piece* stage, int x_bytes, const Item* items_x, Walk walk_x, int channels_in) {
+#if DTYPE == FLOAT32
+    if (x_bytes == 16) {
+        round_parts<16>(stage, items_x, walk_x, channels_in);
+    } else {
+        round_parts<4>(stage, items_x, walk_x, channels_in);
+    }
+#endif
+    publish_shared_writes();
+}
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
 
-// A lane has of a row of A, in each of two runs, a pair of neighbouring positions: for each tap two elements of y, `element`
-// after the first one of the pair. They are read in chunks of words, as many as are aligned for every pair.
+// A lane has of a row of A, in each of two runs, as many neighbouring positions as a word has numbers: for each tap as many
+// elements of y, `element` after the first one's. They are read in chunks of words, as many as are aligned for every lane.
 constexpr int CHUNK = gcd(AxisW::STEP, 4);
 __host__ __device__ constexpr int element(int tap, int i) { return EARLY + tap * AxisW::HOP + i * AxisW::STEP; }
-constexpr int CHUNKS = element(TAPS_W - 1, 1) / 2 / CHUNK + 1;
+constexpr int CHUNKS = element(TAPS_W - 1, PER_WORD - 1) / PER_WORD / CHUNK + 1;
 __host__ __device__ constexpr bool is_used(int chunk) {
     for (int tap = 0; tap < TAPS_W; ++tap)
-        for (int i = 0; i < 2; ++i)
-            if (element(tap, i) / 2 / CHUNK == chunk) return true;
+        for (int i = 0; i < PER_WORD; ++i)
+            if (element(tap, i) / PER_WORD / CHUNK == chunk) return true;
     return false;
 }
 
-static_assert(GROUPS_W == 1 || TAPS_W * AxisW::HOP % (2 * CHUNK) == 0, "the taps of a group are whole chunks later");
+static_assert(GROUPS_W == 1 || TAPS_W * AxisW::HOP % (PER_WORD * CHUNK) == 0, "a group's taps are whole chunks later");
 
 struct Chunks {
     Pack<unsigned, CHUNK> value[2][2][CHUNKS];  // [row of A][run]
 
     __device__ __forceinline__ unsigned word(int row, int run, int element) const {
-        return value[row][run][element / 2 / CHUNK].value[element / 2 % CHUNK];
+        return value[row][run][element / PER_WORD / CHUNK].value[element / PER_WORD % CHUNK];
     }
 };
 
@@ -291,6 +348,10 @@ __device__ __forceinline__ void pick(Fragments& a, const Chunks& chunks, unsigne
 #pragma unroll
     for (int tap = 0; tap < TAPS_W; ++tap) {
         const int first = element(tap, 0), second = element(tap, 1);
+#if DTYPE == FLOAT32
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a.value[tap][i] = to_tf32(__uint_as_float(chunks.word(i % 2, i / 2, first)));
+#else
         const bool loaded_again = TILES_M == 1 && first % 2 == 0 && second == first + 1;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -298,6 +359,7 @@ __device__ __forceinline__ void pick(Fragments& a, const Chunks& chunks, unsigne
                                        second % 2 != 0);
             a.value[tap][i] = loaded_again ? moved(word, a.value[tap][i], zero) : word;
         }
+#endif
     }
 }
 
@@ -305,8 +367,10 @@ struct Accumulators {
     float value[TILES_M][TAPS_W][SUMS_OF_TAP];
 };
 
-__device__ __forceinline__ void multiply_add(float (&sum)[SUMS_OF_TAP], const unsigned (&a)[4], unsigned long long x) {
-#if DTYPE == FLOAT16
+__device__ __forceinline__ void multiply_add(float (&sum)[SUMS_OF_TAP], const unsigned (&a)[4], Operand x) {
+#if DTYPE == FLOAT32
+    wgmma_tf32_of_registers<CHANNELS_IN>(sum, a, x, true);
+#elif DTYPE == FLOAT16
     wgmma_f16_of_registers<CHANNELS_IN>(sum, a, x, true);
 #else
     wgmma_bf16_of_registers<CHANNELS_IN>(sum, a, x, true);
@@ -455,35 +519,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Stored *const from_x = x + n * p.x_stride[0], *const from_y = y + n * p.out_stride[0];
             const Index step_x = (Index)p.x_stride[1], step_y = (Index)p.out_stride[1];
             ring.wait_until_free();
-            if (p.x_vector == 16) {
-                copy_parts<16>(to, from_x, items_x, walk_x, of_x, step_x, 1, channels_in);
-            } else if (p.x_vector == 4) {
-                copy_parts<4>(to, from_x, items_x, walk_x, of_x, step_x, 1, channels_in);
-            } else {
-                gather_pairs(to, from_x, items_x, walk_x, of_x, step_x, (Index)p.x_stride[4], 1, 1, channels_in);
-            }
-            if (p.out_vector == 16) {
-                copy_parts<16>(to + box.x_pieces, from_y, items_y, walk_y, of_y, step_y, box.y_channel, channels_out);
-            } else if (p.out_vector == 4) {
-                copy_parts<4>(to + box.x_pieces, from_y, items_y, walk_y, of_y, step_y, box.y_channel, channels_out);
-            } else {
-                gather_pairs(to + box.x_pieces, from_y, items_y, walk_y, of_y, step_y, AxisW::GAP * (Index)p.out_stride[4],
-                             AxisW::GAP, box.y_channel, channels_out);
-            }
+            fetch((int)p.x_vector, to, from_x, items_x, walk_x, of_x, step_x, (Index)p.x_stride[4], 1, 1, channels_in);
+            fetch((int)p.out_vector, to + box.x_pieces, from_y, items_y, walk_y, of_y, step_y,
+                  AxisW::GAP * (Index)p.out_stride[4], AxisW::GAP, box.y_channel, channels_out);
             copy_async_commit();
             ring.next();
             if (under_way < IN_FLIGHT) {
                 ++under_way;
             } else {
                 copy_async_wait<IN_FLIGHT>();
-                publish_shared_writes();
+                finish(stages + landed.place * box.stage(), (int)p.x_vector, items_x, walk_x, channels_in);
                 barrier_arrive(landed.full + landed.place);
                 landed.next();
             }
         }
         copy_async_wait<0>();
-        publish_shared_writes();
         for (; under_way > 0; --under_way) {
+            finish(stages + landed.place * box.stage(), (int)p.x_vector, items_x, walk_x, channels_in);
             barrier_arrive(landed.full + landed.place);
             landed.next();
         }
@@ -501,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int of_thread = row_of(threadIdx.x, i / 2, i % 2), row = of_thread < ROWS ? of_thread : 0;
         const int of_taps = tap_d_of_row(row) * AxisD::HOP * box.y_h + tap_h_of_row(row) * AxisH::HOP;
         rows[i / 2][i % 2] = (row % CHANNELS_OUT * box.y_channel + of_taps * box.y_row) * PIECE_WORDS +
-                             group_of_row(row) * TAPS_W * AxisW::HOP / 2 + (int)threadIdx.x % 4 * AxisW::STEP;
+                             group_of_row(row) * TAPS_W * AxisW::HOP / PER_WORD + (int)threadIdx.x % 4 * AxisW::STEP;
     }
 
     const int steps = box.d * box.h * box.runs / 2;  // of two runs each
@@ -514,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         ring.wait_until_full();
         const Piece* const stage = stages + ring.place * box.stage();
         const unsigned* const staged_y = &stage[box.x_pieces].value[0];
-        unsigned long long staged_x = describe(stage, box.x_run * 16, 128);
+        Operand staged_x = of_warp(describe(stage, box.x_run * 16, 128));
         Cursor cursor = {0, 0, 0};
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
@@ -534,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 for (int tap = 0; tap < TAPS_W; ++tap) multiply_add(acc.value[tile][tap], a.value[tap], staged_x);
                 wgmma_commit();
             }
-            staged_x += 2 * box.x_run;
+            staged_x = staged_x + 2 * box.x_run;
         }
         used = ring.place;
         ring.next();
@@ -552,11 +604,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const Weight mine = weight_of_row(first, threadIdx.x, row_of(threadIdx.x, tile, half));
+                if (!has_weight(mine, {0, 0, 0, 0, 0}, p)) continue;
                 Stored* const to = out + mine.offset(p);
+                const int channels = (int)p.c_in - mine.ci, taps = KERNEL_W - mine.w;
 #pragma unroll
                 for (int i = 0; i < SUMS; ++i) {
-                    if (tile_of_sum(i) != tile || half_of_sum(i) != half) continue;
-                    if (has_weight(mine, weight_of_sum(i), p)) narrow(sum_of(i), to[distance(weight_of_sum(i), p)]);
+                    const Ahead ahead = weight_of_sum(i);
+                    if (tile_of_sum(i) == tile && half_of_sum(i) == half && ahead.ci < channels && ahead.w < taps)
+                        narrow(sum_of(i), to[distance(ahead, p)]);
                 }
             }
         }

@@ -1,13 +1,9 @@
 // What the kernels for Hopper's tensor cores share: the macros of a tile, pieces of channels, rings of places in shared memory,
-// and where the rows of A lie in a staged box.
+// where the rows of A lie in a staged box, and how stages that asynchronous copies fill are handed over.
 #pragma once
 
 #include "common.cuh"
 #include "tf32.cuh"
-
-#define NATIVE 0  // 16-bit operands as they are
-#define TF32 1    // rounded to TF32
-#define TF32X3 3  // three products of TF32 parts: as accurate as float32
 
 #ifndef DTYPE
 #define DTYPE FLOAT32
@@ -101,6 +97,7 @@ constexpr int PIECE = 16 / (int)sizeof(Stored);  // channels
 constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // high and low
 constexpr int TILE_C = 8 * TILES_C;
 constexpr int ROWS = 64 * TILES_M * TEAM;  // positions of a box, those of no use included
+constexpr int PLANES = PARTS * K_STEPS * 2;  // of a stage: [part][piece]
 static_assert(!TAKE_TURNS || RESIDENT, "weights that pass by are for all workers");
 static_assert(!(MERGE_W && OUT_CHANNELS_LAST), "sums of taps are shifted where they are turned");
 static_assert(!OUT_CHANNELS_LAST || OUT_RUN == 1, "a run is of one channel");
@@ -123,6 +120,11 @@ __device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
 __device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
 __device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
 
+// The other way round, of the low bits.
+__device__ __forceinline__ void from_bits(unsigned bits, Half& value) { value.bits = (unsigned short)bits; }
+__device__ __forceinline__ void from_bits(unsigned bits, BFloat16& value) { value.bits = (unsigned short)bits; }
+__device__ __forceinline__ void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
+
 // One piece of a position, as its parts.
 __device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
 #pragma unroll
@@ -138,7 +140,7 @@ __device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
 }
 
 template <int COLUMNS>
-__device__ __forceinline__ void multiply_add(float (&sum)[COLUMNS / 2], unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void multiply_add(float (&sum)[COLUMNS / 2], Operand a, Operand b,
                                              bool accumulate) {
 #if DTYPE == FLOAT16
     wgmma_f16<COLUMNS>(sum, a, b, accumulate);
@@ -178,7 +180,7 @@ __device__ __forceinline__ void find_starts(int (&start)[TILES_M], const Problem
     const int patches_h = (int)p.patches[0], patches_w = (int)p.patches[1];
 #pragma unroll
     for (int i = 0; i < TILES_M; ++i) {
-        const int tile = min((int)threadIdx.x / 128 % TEAM * TILES_M + i, tiles - 1);
+        const int tile = min((int)of_warp(threadIdx.x / 128 % TEAM) * TILES_M + i, tiles - 1);
         start[i] = patches_w ? (tile / patches_w / patches_h * s.h + tile / patches_w % patches_h * 8) * s.w +
                                    tile % patches_w * 8
                              : tile * 64;
@@ -222,4 +224,37 @@ __device__ __forceinline__ void init_barriers(const Ring& x_ring, const Ring& we
         barrier_init(weight_ring.free + i, 4 * WORKERS);
     }
     barrier_init_done();
+}
+
+// ---- asynchronous copies of channels-last x --------------------------------------------------------------------------
+
+// Rounds or splits what the thread itself has copied, once it is there.
+__device__ __forceinline__ void convert_x(Piece* to, int count, int plane, int thread) {
+    if constexpr (sizeof(Stored) == 4) {
+#pragma unroll 2
+        for (int at = thread; at < count * (2 * K_STEPS); at += STAGERS) {
+            Piece* const target = to + at % (2 * K_STEPS) * plane + at / (2 * K_STEPS);
+            Piece parts[PARTS];
+            pack(*reinterpret_cast<const Channels*>(target), parts);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) target[part * 2 * K_STEPS * plane] = parts[part];
+        }
+    }
+}
+
+// Stages whose copies are under way, by number, a byte each, the oldest in the highest. There may be so many that of all stages
+// two are left, one that is used and one that waits.
+constexpr int AHEAD = X_STAGES - 2;
+struct UnderWay {
+    unsigned stages;
+    int count;
+};
+
+template <int LATER>
+__device__ __forceinline__ void hand_over(UnderWay& under_way, Piece* stages, Barrier* full, int count, int plane, int thread) {
+    const int stage = (int)(under_way.stages >> 8 * --under_way.count & 255);
+    copy_async_wait<LATER>();
+    convert_x(stages + stage * PLANES * plane, count, plane, thread);
+    publish_shared_writes();
+    barrier_arrive(full + stage / X_STAGES * 2 * X_STAGES + stage % X_STAGES);
 }

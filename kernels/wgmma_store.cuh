@@ -2,7 +2,7 @@
 // [8 channels][sum][row of A], then a zero. Whoever includes this has said what the sums are:
 //
 //     COLUMNS, SETS   columns of a wgmma, and sets of accumulators
-//     SUMS, MERGED    sums of a row that are turned, and how many of them are columns of one set
+//     SUMS            sums of a row that are turned; set_of and column_of tell where the first channel of each is
 //     SUM_ROWS        how far apart they are
 //     MOST_TAPS       of these, added for a position; each next one lies NEXT_TAP further
 //     SET_OUTPUTS     positions of the result to a position of the box
@@ -43,12 +43,12 @@ __device__ __forceinline__ void turn(float* turned, const Accumulators& acc, int
     float* const to = turned + lane % 4 * 2 * CHANNEL + warp / 4 % TEAM * TILES_M * 64 + warp % 4 * 16 + lane / 4;
 #pragma unroll
     for (int sum = 0; sum < SUMS; ++sum) {
-        const int set = sum / MERGED, column = sum % MERGED * TILES_C + eight;
+        const int set = set_of(sum), first = column_of(sum) / 2 + eight * 4;
 #pragma unroll
         for (int tile = 0; tile < TILES_M; ++tile) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                to[i % 2 * CHANNEL + sum * SUM_ROWS + tile * 64 + i / 2 * 8] = acc.value[set][tile][column * 4 + i];
+                to[i % 2 * CHANNEL + sum * SUM_ROWS + tile * 64 + i / 2 * 8] = acc.value[set][tile][first + i];
         }
     }
 }
@@ -113,10 +113,8 @@ __device__ __forceinline__ void store_two(Stored* to, const TwoChannels& sums, i
             unsigned word[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                Pack<Stored, 2> pair;
-                narrow(tile + i < TILES_C ? sums.value[(tile + i) % TILES_C][0] : 0.0f, pair.value[0]);
-                narrow(tile + i < TILES_C ? sums.value[(tile + i) % TILES_C][1] : 0.0f, pair.value[1]);
-                word[i] = bits_of(pair.value[0]) | bits_of(pair.value[1]) << 16;
+                const float(&two)[2] = sums.value[(tile + i) % TILES_C];
+                word[i] = tile + i < TILES_C ? narrow_two<Stored>(two[0], two[1]) : 0;
             }
             // Threads 0 and 1 receive channels 0 to 3 and 4 to 7 of the first tile, 2 and 3 of the second.
             const int from = threadIdx.x % 32 / 4 * 4 + t % 2 * 2;

@@ -71,8 +71,11 @@ def sliding_cases() -> dict[str, dict[str, Any]]:
     table = (
         ((3, 2, 3), (1, 1, 1), 17, 12, "float32", "tf32", False, (2, 2, False, 1, 2, 3, False, False, False)),
         ((3, 1, 3), (1, 1, 2), 9, 8, "float32", "tf32x3", False, (1, 1, True, 1, 4, 6, True, False, False)),
-        ((3, 3, 2), (2, 2, 2), 24, 9, "bfloat16", None, True, (1, 1, False, 1, 2, 18, True, False, True)),
+        ((3, 3, 2), (2, 2, 2), 24, 9, "bfloat16", None, True, (1, 1, False, 1, 2, 6, True, False, True)),
         ((3, 2, 2), (2, 1, 1), 8, 8, "float16", None, False, (2, 1, False, 1, 2, 3, False, False, True)),
+        ((3, 3, 4), (1, 1, 2), 17, 12, "float32", "tf32", False, (1, 2, False, 1, 2, 3, True, False, False)),
+        ((3, 2, 3), (2, 1, 1), 9, 8, "float32", "tf32x3", False, (1, 1, True, 1, 2, 3, False, False, True)),
+        ((4, 3, 2), (1, 2, 2), 24, 19, "float16", None, True, (1, 2, False, 1, 2, 3, False, False, True)),
         ((5, 1, 2), (3, 1, 1), 8, 3, "bfloat16", None, False, (1, 1, True, 1, 2, 3, False, False, True)),
         ((2, 2, 1), (1, 1, 1), 33, 25, "float32", "tf32x3", True, (2, 2, False, 2, 2, 3, False, False, False)),
     )
@@ -82,8 +85,11 @@ def sliding_cases() -> dict[str, dict[str, Any]]:
         spec = Specialisation(kernel, stride, (1, 1, 1), c_in, c_out, layouts, layouts)
         workers, stagers, blocks = tuple(wgmma.REGISTERS)[index % 2]
         half_k = dtype != "float32" and c_in <= 8
+        # All ways to make columns of taps.
+        merge_d, join_w = index > 1, last and kernel[2] % stride[2] == 0 and stride[2] > 1
         device = Device(90, (1, 2, 7)[index % 3], SHARED_BYTES)  # on more multiprocessors walks are shorter
-        plan = plan_with(Tile(workers, stagers, *tile, blocks, True, half_k), index % 3 == 2, index % 2 == 1)
+        whole = Tile(workers, stagers, *tile, blocks, True, half_k, merge_d, join_w)
+        plan = plan_with(whole, index % 3 == 2, index % 2 == 1)
         found[f"slides-{index}"] = {
             "spec": spec,
             "dtype": dtype,
@@ -137,13 +143,17 @@ def draw_tile(
     tiles_c = max(choose.choice(enough), choose.choice(enough))
     k_steps, x_stages, tiles_m = choose.randint(1, 2), choose.choice((2, 2, 4)), choose.choice((1, 1, 2, 3, 4, 6, 8))
     chunk = 2 * k_steps * (4 if dtype == "float32" else 8)
-    slots = -(-spec.c_in_per_group // chunk) * taps
-    resident = (all_phases or not several) and slots <= MAX_RING and choose.random() < 0.6
     taps_d, stride_d, dilation_d = ((1, 1, 1), *zip(spec.kernel, spec.stride, spec.dilation, strict=True))[-3:][0]
     slides = dilation_d == 1 and taps_d > stride_d and (all_phases or not several) and choose.random() < 0.7
+    merge_d = slides and choose.random() < 0.7
+    may_join = spec.dilation[-1] == 1 and spec.stride[-1] > 1 and spec.kernel[-1] % spec.stride[-1] == 0
+    join_w = may_join and out_last and choose.random() < 0.7
+    slots = -(-spec.c_in_per_group // chunk) * taps // (taps_d if merge_d else 1)
+    resident = (all_phases or not several) and slots <= MAX_RING and choose.random() < 0.6
     half_k = dtype != "float32" and k_steps == 1 and spec.c_in_per_group <= 8
     take_turns = resident and workers > 1 and not slides and choose.random() < 0.6
-    columns = 8 * tiles_c * (spec.kernel[-1] if merge_w else 1)
+    columns = 8 * tiles_c * (spec.kernel[-1] if merge_w else spec.stride[-1] if join_w else 1)
+    columns *= taps_d if merge_d else 1
     sums = spec.kernel[-1] if merge_w else min(spec.kernel[-1], spec.stride[-1])
     sums *= math.prod(min(k, s) for k, s in zip(spec.kernel[:-1], spec.stride[:-1], strict=True)) if all_phases else 1
     if slides:
@@ -152,7 +162,7 @@ def draw_tile(
         return None
     ring = slots if resident else choose.choice((2, 3))
     common = (workers, stagers, tiles_m, tiles_c, merge_w, k_steps, x_stages, ring, resident, take_turns)
-    return Tile(*common, all_phases, blocks, slides, half_k)
+    return Tile(*common, all_phases, blocks, slides, half_k, merge_d, join_w)
 
 
 def serves(tile: Tile, spec: Specialisation, dtype: str, precision: str | None) -> bool:
@@ -178,8 +188,9 @@ def plan_tile(
 ) -> Plan | Refusal:
     geometry, layout = wgmma._batch_as_depth(geometry, layout)
     # The result of a call without `out` has the layout of x.
-    merge_w = tile.merge_w and not layout.out_channels_last
-    return wgmma.plan_tile(geometry, dtype, layout, precision, device, dataclasses.replace(tile, merge_w=merge_w))
+    last = layout.out_channels_last
+    tile = dataclasses.replace(tile, merge_w=tile.merge_w and not last, join_w=tile.join_w and last)
+    return wgmma.plan_tile(geometry, dtype, layout, precision, device, tile)
 
 
 def plan_with(tile: Tile, index64: bool = False, patches: bool = False) -> Callable[..., Plan]:

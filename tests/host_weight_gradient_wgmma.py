@@ -25,7 +25,9 @@ RAGGED = {1: (133,), 2: (13, 19), 3: (3, 5, 17)}
 WHOLE_PIECES = {1: (64,), 2: (6, 16), 3: (2, 4, 16)}  # rows of x, and with some strides of y, that 16 bytes divide
 WORDS = {1: (66,), 2: (5, 18), 3: (2, 3, 10)}  # rows that 4 bytes divide
 ONE_RUN = {1: (8,), 2: (5, 8), 3: (1, 3, 8)}
-MAX_PRODUCTS = 400  # of 16 positions: a wgmma takes the host long
+MAX_PRODUCTS = 400  # of two runs: a wgmma takes the host long
+# Draws of float32, with tiles that differ.
+DRAWS_TF32 = (48, 61, 71, 76, 92, 120, 131, 144)
 # A geometry that once did not end: strided, of one axis, with few channels.
 ONCE_HUNG = ("float16", (7,), (4,), (1,), 5, 16)
 
@@ -41,11 +43,19 @@ class Case:
     index64: bool = False
     before_w: int = 0  # the padding before along W, modulo 8, which the program depends on
 
+    @property
+    def precision(self) -> str | None:
+        return "tf32" if self.dtype == "float32" else None
+
+    @property
+    def kind(self) -> str:
+        return "TF32" if self.dtype == "float32" else "16 bits"
+
     def plan(self, geometry: Geometry, dtype: str, layout: Layout) -> Plan:
         with pytest.MonkeyPatch.context() as patch:
             if self.index64:
                 patch.setattr(planning, "INDEX_LIMIT", 0)
-            plan = wgmma.plan_weight_gradient_wgmma(geometry, dtype, layout, None, self.device, self.tile)
+            plan = wgmma.plan_weight_gradient_wgmma(geometry, dtype, layout, self.precision, self.device, self.tile)
         assert isinstance(plan, Plan), plan
         return plan
 
@@ -75,9 +85,9 @@ class Case:
 def cases() -> dict[str, Case]:
     """Return the cases by name."""
     found = {}
-    for index in range(16):
+    for index in (*range(16), *DRAWS_TF32):
         choose = random.Random(index)
-        rank, dtype = 1 + index % 3, ("float16", "bfloat16")[index % 2]
+        rank, dtype = 1 + index % 3, ("float16", "bfloat16")[index % 2] if index < 16 else "float32"
         tile = None
         while tile is None:
             kernel = tuple(choose.randint(1, LARGEST_KERNEL[rank]) for _ in range(rank))
@@ -86,20 +96,20 @@ def cases() -> dict[str, Case]:
             channels = choose.choice((3, 8, 17, 40, 72)), choose.choice((1, 5, 8, 16, 24, 41, 72))
             before_w = choose.randrange(8)
             spec = specialisation(kernel, stride, dilation, channels, (False, False))
-            tile = draw_tile(choose, spec, before_w)
+            tile = draw_tile(choose, spec, before_w, dtype)
         device = Device(90, choose.choice((1, 3)), SHARED_BYTES)  # on few multiprocessors a block has several boxes
         found[f"{index}-{dtype}-{rank}d"] = Case(spec, dtype, device, tile, index % 5 == 4, before_w)
     dtype, kernel, stride, dilation, c_in, c_out = ONCE_HUNG
     spec = specialisation(kernel, stride, dilation, (c_in, c_out), (False, False))
     for blocks in (2, 3):
-        tile = draw_tile(random.Random(blocks), spec, 0, blocks)
+        tile = draw_tile(random.Random(blocks), spec, 0, dtype, blocks)
         assert tile is not None
         found[f"once-hung-{blocks}"] = Case(spec, dtype, Device(90, 1, SHARED_BYTES), tile)
     return found
 
 
 def draw_tile(
-    choose: random.Random, spec: Specialisation, before_w: int, blocks: int | None = None
+    choose: random.Random, spec: Specialisation, before_w: int, dtype: str, blocks: int | None = None
 ) -> wgmma.Tile | None:
     """Draw one of the tiles that a specialisation may use, however slow, that fits whatever the extents."""
     problem = case(
@@ -111,7 +121,8 @@ def draw_tile(
         padding=((0, 0),) * (len(spec.kernel) - 1) + ((before_w, 0),),
     )
     geometry = geometry_of(problem)
-    work, device = wgmma.Work(wgmma.Shape.of(geometry, layout_of(geometry))), Device(90, 132, SHARED_BYTES)
+    shape = wgmma.Shape.of(geometry, layout_of(geometry), wgmma.ITEMSIZES[dtype])
+    work, device = wgmma.Work(shape), Device(90, 132, SHARED_BYTES)
     kinds: dict[Any, list[wgmma.Tile]] = {}
     for tile in wgmma.tiles(work):
         products = tile.tiles_m * tile.workers * tile.taps_w * work.tiles_of_weights(tile)

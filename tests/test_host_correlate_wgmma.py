@@ -95,20 +95,23 @@ def test_every_kind_of_tile_is_reached() -> None:
 # ---- planted faults --------------------------------------------------------------------------------------------------
 
 
-def faulty_case(tile: Tile) -> Case:
-    """Return a case with two boxes along every axis, two chunks of channels and classes of two taps and of one."""
-    spec = specialisation((3, 3), (2, 2), (1, 1), (12, 33), (False, False))
-    return Case(spec, "bfloat16", None, Device(90, 1, SHARED_BYTES), tile)
+def faulty_case(tile: Tile, precision: str | None = None, copied: bool = False) -> Case:
+    """Return a case with two boxes along every axis, some chunks of channels and classes of two taps and of one."""
+    spec = specialisation((3, 3), (2, 2), (1, 1), (12, 36 if copied else 33), (False, copied))
+    dtype = "float32" if precision else "bfloat16"
+    return Case(spec, dtype, precision, Device(90, 1, SHARED_BYTES), tile)
 
 
 PASSING = faulty_case(Tile(1, 1, 1, 2, False, 2, 2, 3, False, False, False, 2, classes=2))
 MERGED = faulty_case(Tile(1, 1, 2, 2, True, 2, 2, 3, False, False, False, 2, classes=2))
+COPIED = faulty_case(Tile(1, 1, 1, 2, False, 2, 4, 3, False, False, False, 2, classes=2), "tf32x3", True)
 IN_USE = "with no wait for it|with no barrier in between|a GPU may miss it|arrives at|a bulk copy wrote"
+TOO_EARLY = "before the wait that covers the copy"
 # A replacement in the source, the message of the check that must catch it, and the case.
 FAULTS = {
     "no wait for x": ("            x_ring.wait_until_full();\n", "", UNWRITTEN + "|" + IN_USE, PASSING),
     "no wait for weights": ("weight_ring.wait_until_full();", "", UNWRITTEN + "|" + IN_USE, PASSING),
-    "no wait for a free stage": ("ring.wait_until_free();\n                stage_x", "stage_x", IN_USE, PASSING),
+    "no wait for a free stage": ("ring.wait_until_free();\n                const int", "const int", IN_USE, PASSING),
     "items of the next box too early": ("warps_sync(1, STAGERS);  // nobody", "// nobody", IN_USE, PASSING),
     "rows of no use that nobody wrote": ("stages[i] = Piece{{0, 0, 0, 0}};", ";", UNWRITTEN, PASSING),
     "a run that begins with another class": (
@@ -142,6 +145,21 @@ FAULTS = {
         "accumulators overlap",
         MERGED,
     ),
+    "no wait for copies": ("    copy_async_wait<LATER>();\n", "", TOO_EARLY, COPIED),
+    "the newest copies are handed over": ("8 * --under_way.count", "8 * (--under_way.count, 0)", TOO_EARLY, COPIED),
+    "copies of another class": ("number * across + piece", "piece", VALUES + "|reads past", COPIED),
+    "copies beyond the row": (
+        "1u << (8 + st.h) | 1u << number;",
+        "1u << (8 + st.h);",
+        VALUES + "|reads past|belong to no",
+        COPIED,
+    ),
+    "copies that are not split": (
+        "    convert_x(stages + stage * PLANES * plane, count, plane, thread);\n",
+        "",
+        VALUES,
+        COPIED,
+    ),
     "merged taps that are not shifted": ("NEXT_TAP = SUM_ROWS + AxisW::HOP", "NEXT_TAP = SUM_ROWS", VALUES, MERGED),
 }
 
@@ -149,7 +167,7 @@ FAULTS = {
 def run(this: Case, sources: dict[str, str]) -> None:
     with on_host(this, sources):
         for problem in (smallest(this.spec, (9, 19), (1, 1)), *whole_rows(this)[1:2]):
-            check("input", problem, this.dtype)
+            check("input", problem, this.dtype, precision=this.precision)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -159,6 +177,6 @@ def test_fault_is_caught(name: str) -> None:
         run(this, plant(kernel_sources("correlate_wgmma.cu"), before, after))
 
 
-@pytest.mark.parametrize("this", [PASSING, MERGED])
+@pytest.mark.parametrize("this", [PASSING, MERGED, COPIED])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this, kernel_sources("correlate_wgmma.cu"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from described import geometry_of, layout_of
+from described import DEVICES, geometry_of, layout_of
 from gradients import check
 from host.build import kernel_sources, why_not
 from host_gradients import specialisation
@@ -35,12 +35,12 @@ def test_any_geometry(name: str) -> None:
         @settings(max_examples=EXAMPLES, derandomize=False, database=None)
         @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, BUDGET))
         def every_problem(problem: Problem) -> None:
-            check("weight", this.padded(problem), this.dtype)
+            check("weight", this.padded(problem), this.dtype, precision=this.precision)
 
         for problem in this.fixed_problems():
-            check("weight", problem, this.dtype)
+            check("weight", problem, this.dtype, precision=this.precision)
         for groups in (1, 4):
-            check("conv_weight", this.problem((1,) * (rank - 1) + (7,), groups), this.dtype)
+            check("conv_weight", this.problem((1,) * (rank - 1) + (7,), groups), this.dtype, precision=this.precision)
         every_problem()
 
 
@@ -51,23 +51,32 @@ def test_cases_reach_every_way_to_stage() -> None:
         for problem in this.fixed_problems():
             plan = this.plan_for(problem)
             fields, defines = problem_of(plan), dict(plan.defines)
-            reached[f"x {fields['x_vector'][0]}"] += 1
-            reached[f"y {fields['out_vector'][0]}"] += 1
+            reached[f"{this.kind} x {fields['x_vector'][0]}"] += 1
+            reached[f"{this.kind} y {fields['out_vector'][0]}"] += 1
+            reached[f"{this.kind} early {defines['EARLY'] > 0}"] += 1
+            reached[f"{this.kind} workers {defines['WORKERS']}"] += 1
             reached[f"parts {fields['tiles'][3] > 1}"] += 1
-            reached[f"workers {defines['WORKERS']}"] += 1
-            reached["rows of several tiles"] += defines["TILES_M"] > 1
-            reached["taps on M"] += defines["TAPS_D"] * defines["TAPS_H"] > 1
-            reached["taps along W on M"] += defines["GROUPS_W"] > 1
+            reached[f"{this.kind} rows of several tiles"] += defines["TILES_M"] > 1
+            reached[f"{this.kind} taps on M"] += defines["TAPS_D"] * defines["TAPS_H"] > 1
+            reached[f"{this.kind} taps along W on M"] += defines["GROUPS_W"] > 1
             reached["several tiles along W"] += defines["TAPS_W"] * defines["GROUPS_W"] < defines["KERNEL_W"]
     for kind in (
-        *(f"{side} {count}" for side in "xy" for count in (2, 4, 16)),
+        *(f"16 bits {side} {count}" for side in "xy" for count in (2, 4, 16)),
+        *(f"TF32 {side} {count}" for side in "xy" for count in (4, 16)),
         "parts True",
         "parts False",
-        *(f"workers {count}" for count in (1, 2, 3)),
-        "rows of several tiles",
-        "taps on M",
-        "taps along W on M",
         "several tiles along W",
+        *(
+            f"{kind} {what}"
+            for kind in ("16 bits", "TF32")
+            for what in (
+                *(f"workers {count}" for count in (1, 2, 3)),
+                "early True",
+                "rows of several tiles",
+                "taps on M",
+                "taps along W on M",
+            )
+        ),
     ):
         assert reached[kind], kind
 
@@ -85,13 +94,13 @@ def test_registers_of_all_warps_are_those_that_a_block_starts_with() -> None:
 # ---- planted faults --------------------------------------------------------------------------------------------------
 
 
-def faulty_case(tile: Tile, before_w: int) -> Case:
+def faulty_case(tile: Tile, dtype: str, before_w: int) -> Case:
     """Return a case with ragged channels, several boxes, parts, and a row of M that is of no use."""
     spec = specialisation((2, 3), (1, 2), (1, 1), (12, 20), (False, False))
-    return Case(spec, "bfloat16", Device(90, 8, SHARED_BYTES), tile, before_w=before_w)
+    return Case(spec, dtype, Device(90, 8, SHARED_BYTES), tile, before_w=before_w)
 
 
-THIS = faulty_case(Tile(2, 24, 1, 2, 3, 2, 1), 1)
+THIS, THIS_TF32 = (faulty_case(Tile(2, 24, 1, 2, 3, 2, 1), dtype, 1) for dtype in ("bfloat16", "float32"))
 NOT_FREE = IN_USE + "|with no wait for it"
 # A replacement in the source, and the message of the check that must catch it.
 FAULTS = {
@@ -109,8 +118,8 @@ FAULTS = {
     "copies that have not landed": ("        copy_async_wait<0>();\n", "", UNFILLED),
     "boxes that have not landed": ("copy_async_wait<IN_FLIGHT>();", "copy_async_wait<IN_FLIGHT + 1>();", UNFILLED),
     "a box that is not published": (
-        "                publish_shared_writes();\n                barrier_arrive",
-        "                barrier_arrive",
+        "#endif\n    publish_shared_writes();\n}",
+        "#endif\n}",
         "did not publish between its write and a barrier",
     ),
     "no wait for a free stage": ("            ring.wait_until_free();\n", "", NOT_FREE),
@@ -139,33 +148,70 @@ FAULTS = {
 }
 
 
-def run(sources: dict[str, str] | None = None) -> None:
-    with on_host(THIS, sources):
-        for extent in ((22, 16), (26, 19)):  # in pieces, and single elements
-            check("weight", THIS.problem(extent, output_padding=(0, 1) if extent[1] == 16 else 0), THIS.dtype)
+# The same of float32.
+FAULTS_TF32 = {
+    "a tap one element late": FAULTS["a tap one element late"],
+    "another word": ("element / PER_WORD % CHUNK];", "element / PER_WORD / 2 % CHUNK];", VALUES),
+    "y that is not rounded": (
+        "to_tf32(__uint_as_float(chunks.word(i % 2, i / 2, first)))",
+        "chunks.word(i % 2, i / 2, first)",
+        VALUES,
+    ),
+    "x that is not rounded": ("word = to_tf32(__uint_as_float(word));", "word += 0;", VALUES),
+    "x rounded in part": ("min(channels - walk.set * UNIT, UNIT)", "min(channels - walk.set * UNIT, BATCH)", VALUES),
+    "x that another thread copied": (
+        "constexpr int UNIT = unit(BYTES), BATCH = ",
+        "constexpr int UNIT = unit(BYTES) / 2, BATCH = ",
+        UNFILLED,
+    ),
+    "copies that have not landed": ("        copy_async_wait<0>();\n", "", UNFILLED),
+    "boxes that have not landed": FAULTS["boxes that have not landed"],
+    "another box is rounded": (
+        "                finish(stages + landed.place",
+        "                finish(stages + ring.place",
+        UNFILLED + "|" + UNWRITTEN + "|" + NOT_FREE + "|" + VALUES,
+    ),
+    "a box that is not published": FAULTS["a box that is not published"],
+}
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name: str) -> None:
-    before, after, caught_by = FAULTS[name]
+def run(this: Case, sources: dict[str, str] | None = None) -> None:
+    with on_host(this, sources):
+        for extent in ((22, 16), (26, 19), (1, 1)):  # in pieces, single elements, and a sum of a few products
+            padding = (0, 1) if extent[1] == 16 else 0
+            check("weight", this.problem(extent, output_padding=padding), this.dtype, precision=this.precision)
+
+
+@pytest.mark.parametrize(
+    ("this", "fault"),
+    [*((THIS, fault) for fault in FAULTS.values()), *((THIS_TF32, fault) for fault in FAULTS_TF32.values())],
+    ids=[*FAULTS, *(f"TF32: {name}" for name in FAULTS_TF32)],
+)
+def test_fault_is_caught(this: Case, fault: tuple[str, str, str]) -> None:
+    before, after, caught_by = fault
     with pytest.raises(AssertionError, match=caught_by):
-        run(plant(kernel_sources("weight_gradient_wgmma.cu"), before, after))
+        run(this, plant(kernel_sources("weight_gradient_wgmma.cu"), before, after))
 
 
-def test_without_a_fault_nothing_is_caught() -> None:
-    run()
+@pytest.mark.parametrize("this", [THIS, THIS_TF32], ids=["bfloat16", "TF32"])
+def test_without_a_fault_nothing_is_caught(this: Case) -> None:
+    run(this)
 
 
 def test_refusals_say_why() -> None:
     geometry = geometry_of(case((2, 18, 3, 9, 17), 9, 3, stride=2, padding=1))
     for dtype, device, reason in (
         ("float16", Device(100, 148, SHARED_BYTES), "needs compute capability 9.0, the device has 10.0"),
-        ("float32", Device(90, 132, SHARED_BYTES), "in float16 and bfloat16, not in float32"),
+        ("float64", Device(90, 132, SHARED_BYTES), "in float16, bfloat16 and TF32, not in float64"),
         ("float16", Device(90, 132, 1024), "no box with what its taps reach fits"),
     ):
         refusal = plan_weight_gradient_wgmma(geometry, dtype, layout_of(geometry), None, device)
         assert isinstance(refusal, Refusal)
         assert reason in refusal.reason
+    for precision in ("tf32x3", "ieee"):
+        refusal = plan_weight_gradient_wgmma(geometry, "float32", layout_of(geometry), precision, DEVICES[90])
+        assert isinstance(refusal, Refusal)
+        assert f"not in {precision}" in refusal.reason
 
 
 def test_boxes_are_whole_runs_and_pairs_of_them() -> None:
@@ -173,6 +219,7 @@ def test_boxes_are_whole_runs_and_pairs_of_them() -> None:
         for problem in this.fixed_problems():
             plan = this.plan_for(problem)
             d, h, w = problem_of(plan)["box"]
-            assert w % 8 == 0
-            assert d * h * w % 16 == 0
+            run = 4 if this.dtype == "float32" else 8
+            assert w % run == 0
+            assert d * h * w % (2 * run) == 0
             assert plan.shared_bytes <= SHARED_BYTES

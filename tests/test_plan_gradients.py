@@ -88,6 +88,8 @@ def test_neither_batch_nor_extents_recompile(operation: str, name: str) -> None:
         ("weight_gradient", FIXED["kb61"], "float32", None, "weight_gradient_gemm"),
         ("weight_gradient", FIXED["kb61"], "float32", "ieee", "weight_gradient"),
         ("weight_gradient", FIXED["vocoder_1d"], "float16", None, "weight_gradient_wgmma"),
+        ("weight_gradient", case((1, 128, 8, 8, 8), 128, 3, padding=1), "float32", "tf32", "weight_gradient_wgmma"),
+        ("weight_gradient", FIXED["gan_3d"], "float32", "tf32x3", "weight_gradient_gemm"),
         ("weight_gradient", FIXED["depthwise"], "bfloat16", None, "weight_gradient_few_channels"),
     ],
 )

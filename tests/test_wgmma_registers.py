@@ -32,9 +32,24 @@ TILES = {
 }
 
 
-def plan_of(name: str, tile: Tile) -> Plan:
-    geometry = geometry_of(FIXED[name])
-    plan = plan_weight_gradient_wgmma(geometry, "bfloat16", layout_of(geometry), None, DEVICES[90], tile)
+# Of TF32 each word of A is rounded after the load.
+TILES_TF32 = {
+    "kb61": (Tile(1, 16, 3, 1, 3, 6, 2), Tile(3, 16, 3, 3, 3, 6, 1), Tile(2, 40, 1, 3, 3, 16, 1)),
+    "kb58": (Tile(1, 16, 3, 1, 7, 4, 2), Tile(3, 16, 3, 2, 4, 4, 1, 2)),
+    "gan_3d": (Tile(2, 8, 4, 4, 4, 11, 1), Tile(1, 32, 1, 1, 2, 8, 3)),
+    "vocoder_1d": (Tile(2, 32, 1, 1, 4, 11, 1, 4),),
+}
+ALL = [
+    (name, dtype, tile)
+    for dtype, tiles in (("bfloat16", TILES), ("float32", TILES_TF32))
+    for name, of_problem in tiles.items()
+    for tile in of_problem
+]
+
+
+def plan_of(name: str, dtype: str, tile: Tile) -> Plan:
+    geometry, precision = geometry_of(FIXED[name]), "tf32" if dtype == "float32" else None
+    plan = plan_weight_gradient_wgmma(geometry, dtype, layout_of(geometry), precision, DEVICES[90], tile)
     assert isinstance(plan, Plan), plan
     return plan
 
@@ -70,12 +85,21 @@ def written_before_the_wait(plan: Plan) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("name", "tile"), [(name, tile) for name, tiles in TILES.items() for tile in tiles])
-def test_registers_of_a_are_left_alone(name: str, tile: Tile) -> None:
-    assert not written_before_the_wait(plan_of(name, tile))
+@pytest.mark.parametrize(("name", "dtype", "tile"), ALL)
+def test_registers_of_a_are_left_alone(name: str, dtype: str, tile: Tile) -> None:
+    assert not written_before_the_wait(plan_of(name, dtype, tile))
 
 
-def test_words_that_are_loaded_again_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = plant(dict(compiler._sources("weight_gradient_wgmma.cu")), "= loaded_again ? moved(", "= false ? moved(")
+@pytest.mark.parametrize(
+    ("dtype", "before", "after"),
+    [
+        ("bfloat16", "= loaded_again ? moved(", "= false ? moved("),
+        ("float32", "= to_tf32(__uint_as_float(chunks", "= ((chunks"),
+    ],
+)
+def test_words_that_are_loaded_again_are_caught(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, before: str, after: str
+) -> None:
+    sources = plant(dict(compiler._sources("weight_gradient_wgmma.cu")), before, after)
     monkeypatch.setattr(compiler, "_sources", lambda _: sources)
-    assert written_before_the_wait(plan_of("kb61", TILES["kb61"][0]))
+    assert written_before_the_wait(plan_of("kb61", dtype, TILES["kb61"][0]))

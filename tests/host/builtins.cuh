@@ -1,11 +1,13 @@
 // CUDA's built-ins for a host compiler, as far as kernels use them. Included before the kernel's source.
 #pragma once
 
-#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "runtime.h"
+
+// Not <math.h>, which takes the compiler longer than a kernel does.
+extern "C" float fabsf(float) noexcept, fmaf(float, float, float) noexcept;
 
 #define __CUDA_ARCH__ 900  // of what ptx.cuh offers here
 #define __global__ inline  // so that, of a file's kernels, only the one that runs is compiled

@@ -354,9 +354,25 @@ void end_bulk_copy(uint32_t to, const void* from, uint32_t size) {
 
 // ---- AddressSanitizer's calls ---------------------------------------------------------------------------------------
 
+static uintptr_t shadow_begin() {
+    size_t scale, offset;
+    __asan_get_shadow_mapping(&scale, &offset);
+    return offset;
+}
+static const uintptr_t shadow = shadow_begin();
+
+// Most accesses: to a thread's own variables, where AddressSanitizer has nothing to object. What its function would find,
+// without the call.
+static inline bool is_sound_on_stack(uintptr_t address, size_t size) {
+    if (size > 8 || address - host::stacks >= host::MAX_THREADS * (host::GUARD + host::STACK)) return false;
+    const signed char valid = *(const signed char*)((address >> 3) + shadow);  // bytes of eight, or 0: all
+    return !valid || (signed char)((address & 7) + size) <= valid;
+}
+
 #define HOST_ACCESS(kind, size, write)                              \
     extern "C" void __real___asan_##kind##size(uintptr_t address);  \
     extern "C" void __wrap___asan_##kind##size(uintptr_t address) { \
+        if (is_sound_on_stack(address, size)) return;               \
         if (host::check(address, size, write)) return;              \
         __real___asan_##kind##size(address);                        \
     }

@@ -104,6 +104,8 @@ inline void load_matrix_x4_transposed(unsigned (&r)[4], const void* shared_row) 
 
 inline void issue_in_order() {}
 inline int recomputed(int value) { return value; }
+inline float on_its_own(float value) { return value; }
+template <class T> T* worked_out(T* address) { return address; }
 
 // ---- cp.async ------------------------------------------------------------------------------------------------------
 
@@ -119,33 +121,42 @@ template <int PENDING> void copy_async_wait() { host::copy_async_wait(PENDING); 
 
 inline unsigned shared_address(const void* shared) { return host::shared_address(shared); }
 
-inline unsigned long long describe(const void* shared, unsigned piece_bytes, unsigned group_bytes) {
+struct Operand {
+    unsigned low, high;
+};
+inline unsigned long long descriptor(Operand operand) { return operand.low | (unsigned long long)operand.high << 32; }
+
+inline Operand describe(const void* shared, unsigned piece_bytes, unsigned group_bytes) {
     const unsigned address = shared_address(shared);
     if ((address | piece_bytes | group_bytes) % 16 || (address | piece_bytes | group_bytes) >> 18) {
         host::fail("describes rows at address %u, %u and %u bytes apart", address, piece_bytes, group_bytes);
     }
-    return (unsigned long long)(address >> 4) | (unsigned long long)(piece_bytes >> 4) << 16 |
-           (unsigned long long)(group_bytes >> 4) << 32;
+    return {address >> 4 | piece_bytes >> 4 << 16, group_bytes >> 4};
 }
+inline Operand operator+(Operand operand, int pieces) { return {operand.low + (unsigned)pieces, operand.high}; }
+
+// Values that differ make the threads issue different wgmma, which is an error.
+inline unsigned of_warp(unsigned value) { return value; }
+inline Operand of_warp(Operand operand) { return operand; }
 
 inline void wgmma_fence() { host::wgmma_fence(); }
 inline void wgmma_commit() { host::wgmma_commit(); }
 template <int PENDING> void wgmma_wait() { host::wgmma_wait(PENDING); }
 
 template <int COLUMNS>
-void wgmma_tf32(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, bool accumulate) {
+void wgmma_tf32(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
-    host::wgmma(host::OF_TF32, COLUMNS, d, a, b, accumulate);
+    host::wgmma(host::OF_TF32, COLUMNS, d, descriptor(a), descriptor(b), accumulate);
 }
 template <int COLUMNS>
-void wgmma_f16(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, bool accumulate) {
+void wgmma_f16(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
-    host::wgmma(host::OF_F16, COLUMNS, d, a, b, accumulate);
+    host::wgmma(host::OF_F16, COLUMNS, d, descriptor(a), descriptor(b), accumulate);
 }
 template <int COLUMNS>
-void wgmma_bf16(float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, bool accumulate) {
+void wgmma_bf16(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
-    host::wgmma(host::OF_BF16, COLUMNS, d, a, b, accumulate);
+    host::wgmma(host::OF_BF16, COLUMNS, d, descriptor(a), descriptor(b), accumulate);
 }
 
 inline void publish_shared_writes() { host::publish(); }
@@ -169,12 +180,17 @@ inline void warps_sync(int barrier, int threads) { host::warps_sync(barrier, thr
 // ---- wgmma with A in registers ---------------------------------------------------------------------------------------
 
 template <int COLUMNS>
-void wgmma_f16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+void wgmma_tf32_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], Operand b, bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
-    host::wgmma_of_registers(host::OF_F16, COLUMNS, d, a, b, accumulate);
+    host::wgmma_of_registers(host::OF_TF32, COLUMNS, d, a, descriptor(b), accumulate);
 }
 template <int COLUMNS>
-void wgmma_bf16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+void wgmma_f16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], Operand b, bool accumulate) {
     static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
-    host::wgmma_of_registers(host::OF_BF16, COLUMNS, d, a, b, accumulate);
+    host::wgmma_of_registers(host::OF_F16, COLUMNS, d, a, descriptor(b), accumulate);
+}
+template <int COLUMNS>
+void wgmma_bf16_of_registers(float (&d)[COLUMNS / 2], const unsigned (&a)[4], Operand b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
+    host::wgmma_of_registers(host::OF_BF16, COLUMNS, d, a, descriptor(b), accumulate);
 }

@@ -43,6 +43,7 @@ MULTIPLY(multiply_bf16_64, 64, wgmma_bf16)
         wgmma_wait<0>();                                                                                                 \
         for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2] = sum[i];           \
     }
+MULTIPLY_REGISTERS(registers_tf32_40, 40, wgmma_tf32_of_registers)
 MULTIPLY_REGISTERS(registers_f16_24, 24, wgmma_f16_of_registers)
 MULTIPLY_REGISTERS(registers_bf16_64, 64, wgmma_bf16_of_registers)
 
@@ -126,7 +127,7 @@ extern "C" __global__ void roles(const uint4* x, const uint4* weights, float* ou
     for (int step = 0; step < steps; ++step) {
         const int stage = step % STAGES, round = step / STAGES, before = (step + STAGES - 1) % STAGES;
         barrier_wait(full + stage, round & 1);
-        const unsigned long long rows = describe(stages[stage].x[0] + warp / 4 * 64, 16 * ROWS, 128);
+        const Operand rows = describe(stages[stage].x[0] + warp / 4 * 64, 16 * ROWS, 128);
         wgmma_tf32<COLUMNS>(sum, rows, describe(stages[stage].weights, 16 * COLUMNS, 128), step > 0);
         wgmma_commit();
         wgmma_wait<1>();
