@@ -17,10 +17,6 @@
 #include "common.cuh"
 #include "tf32.cuh"
 
-#define NATIVE 0  // 16-bit operands as they are
-#define TF32 1    // rounded to TF32
-#define TF32X3 3  // three products of TF32 parts: as accurate as float32
-
 #ifndef DTYPE
 #define DTYPE FLOAT32
 #endif
@@ -387,24 +383,6 @@ __device__ __forceinline__ float sum_of(const Sums& sums, const float (&bias)[TI
     return sums[m][(live_d * CellsH::LIVE + live_h) * CellsW::LIVE + live_w][c][i];
 }
 
-// Narrows values that follow each other and stores them at once.
-template <int VECTOR> __device__ __forceinline__ void store_vector(const Pack<float, VECTOR>& values, Stored* to) {
-#if DTYPE == FLOAT32
-    *reinterpret_cast<Pack<Stored, VECTOR>*>(to) = values;
-#else
-    if constexpr (VECTOR == 1) {
-        narrow(values.value[0], *to);
-    } else {
-        Pack<unsigned, VECTOR / 2> words;
-#pragma unroll
-        for (int i = 0; i < VECTOR / 2; ++i)
-            words.value[i] = DTYPE == FLOAT16 ? floats_to_half_bits(values.value[2 * i], values.value[2 * i + 1])
-                                              : floats_to_bfloat16_bits(values.value[2 * i], values.value[2 * i + 1]);
-        *reinterpret_cast<Pack<unsigned, VECTOR / 2>*>(to) = words;
-    }
-#endif
-}
-
 #if OUT_CHANNELS_LAST
 // The four lanes that share a row have eight channels that follow each other.
 template <int VECTOR>
@@ -685,6 +663,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 own.w[m] = first_w(b, p) + cell.w;
             }
             Sums sums;
+            constexpr bool FEW_REGISTERS = PRECISION == TF32X3 || OUT_CHANNELS_LAST;  // then copies do less harm
 #pragma unroll
             for (int m = 0; m < TILES_M; ++m)
 #pragma unroll
@@ -692,7 +671,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
                     for (int c = 0; c < TILES_C; ++c)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) sums[m][live][c][i] = two[c][i % 2];
+                        for (int i = 0; i < 4; ++i)
+                            sums[m][live][c][i] = FEW_REGISTERS ? two[c][i % 2] : on_its_own(two[c][i % 2]);
             multiply(sums, own, weights, s, p);
             Stored* const to = out + b.n * p.out_stride[0];
 #if !OUT_CHANNELS_LAST
