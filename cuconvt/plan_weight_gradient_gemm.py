@@ -19,6 +19,9 @@ MAX_TAPS_W = 8  # of a warp
 MAX_SUMS = 144  # of a thread
 MAX_WARPS = 8
 MAX_BLOCKS = 16  # on a multiprocessor
+# Channels of a row of x or y that a thread copies. The copies are unrolled, and the compiler for sm_100 and newer keeps
+# the addresses of all of them: of 134 tiles with 48 and more 22 spilled, whatever else a thread held, of others none.
+MAX_COPIED_CHANNELS_NEWER = 32
 
 # Rates of a multiprocessor, per clock, that the cost estimate uses; measured on an H200, similar from sm_80 on.
 MMA_CLOCKS = 1.5
@@ -239,7 +242,17 @@ class _Work:
         return (
             self.registers(tile) <= min(255, REGISTERS // warps)
             and 4 * self.shared_words(tile) <= self.device.shared_bytes
+            and (self.device.compute_capability < 100 or self.copied_channels(tile) <= MAX_COPIED_CHANNELS_NEWER)
         )
+
+    def copied_channels(self, tile: Tile) -> int:
+        """Return how many channels of a row of x or y a thread copies, the larger number of both."""
+        rows = []
+        if not self.layout.x_channels_last:
+            rows.append((tile.positions, tile.channels_in))
+        if not self.layout.out_channels_last:
+            rows.append((prod(self.staged_y(tile)), tile.channels_out))
+        return max((_share(elements // self.per_word, channels, tile.block) for elements, channels in rows), default=0)
 
     def clocks_a_position(self, tile: Tile) -> float:
         """Estimate the clocks of a multiprocessor for one position and all weights."""
@@ -285,6 +298,14 @@ class _Work:
             copies = channels * positions * 4 / self.per_word / max(4, copy_bytes)
             total += copies * (20 if last else 5 if copy_bytes >= 4 else 12)
         return total
+
+
+def _share(words: int, channels: int, threads: int) -> int:
+    """Return how many channels a thread copies (share_of_channels of the kernel) of rows that have so many words."""
+    groups = 1
+    while channels % (2 * groups) == 0 and words * groups * 2 <= threads:
+        groups *= 2
+    return channels // groups
 
 
 def _best_tile(work: _Work) -> Tile | None:

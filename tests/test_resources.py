@@ -12,15 +12,16 @@ from __future__ import annotations
 import os
 
 import pytest
-from described import DEVICES, gather_of
+from described import DEFAULT, DEVICES, gather_of, geometry_of, layout_of
 from fixed_cases import FIXED
 from picked import picked
 from ptxas import Usage, measure_all, parse
 from shipped import of_every_tile, some_of
-from strategies import DTYPES, case
+from strategies import DTYPES, Problem, case
 
 from cuconvt import compile as compiler
 from cuconvt.plan import Plan
+from cuconvt.plan_weight_gradient import make_weight_gradient_plan
 
 nvrtc = pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed").cuda.nvrtc
 
@@ -51,10 +52,14 @@ def problems_with(plan: Plan, usage: Usage, shared_limit: int) -> list[str]:
     return wrong
 
 
-def check(kind: str, family: str, arch: int, plans: tuple[Plan, ...], cache: pytest.Cache) -> None:
-    """Compile plans that are not in the cache of their kind yet, and test the resources of all."""
+def skip_if_unknown(arch: int) -> None:
     if arch not in nvrtc.getSupportedArchs():
         pytest.skip(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not know sm_{arch}")
+
+
+def check(kind: str, family: str, arch: int, plans: tuple[Plan, ...], cache: pytest.Cache) -> None:
+    """Compile plans that are not in the cache of their kind yet, and test the resources of all."""
+    skip_if_unknown(arch)
     assert plans
     jobs = {(family, compiler.architecture(arch), plan.defines): plan for plan in plans}
     keys = {job: compiler._key(f"{job[0]}.cu", *job[1:]) for job in jobs}
@@ -94,6 +99,39 @@ def test_every_tile(family: str, arch: int, pytestconfig: pytest.Config) -> None
 def test_many_accumulators_do_not_spill(kernel: int, dtype: str) -> None:
     plan = gather_of(case((1, 9, 5, 5, 5), 48, kernel, min(kernel, 4)), dtype)
     ((_, usage),) = measure_all([("gather", "sm_90", plan.defines)]).items()
+    assert isinstance(usage, dict), usage
+    assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
+
+
+# Compilers for newer architectures have crashed on how rows of one channel are staged, and spilled registers where a
+# thread copies many channels.
+@pytest.mark.parametrize(
+    ("problem", "dtype"),
+    [
+        (case((2, 56, 8, 8), 1, 9, 4, 4, 3), "float64"),
+        (case((2, 48, 96, 96, 96), 24, 3), "float32"),
+        (case((2, 256, 8), 128, 8, 4, 2), "float32"),
+    ],
+    ids=["9x9x1", "3x3x3x48", "8x256"],
+)
+def test_rows_of_a_weight_gradient_on_newer_architectures(problem: Problem, dtype: str) -> None:
+    skip_if_unknown(100)
+    geometry = geometry_of(problem)
+    plan = make_weight_gradient_plan(geometry, dtype, layout_of(geometry), DEFAULT[dtype], DEVICES[100])
+    ((_, usage),) = measure_all([(plan.kernel, "sm_100", plan.defines)]).items()
+    assert isinstance(usage, dict), usage
+    assert not problems_with(plan, Usage(**usage), DEVICES[100].shared_bytes)
+
+
+# Storing the sums of many columns has spilled registers of workers.
+@pytest.mark.parametrize(
+    "problem", [case((2, 512, 8, 8), 256, 2, 2), case((2, 256, 64), 128, 10, 5, 3, 1)], ids=["2x2", "10"]
+)
+def test_wide_weight_gradients_do_not_spill(problem: Problem) -> None:
+    geometry = geometry_of(problem)
+    plan = make_weight_gradient_plan(geometry, "float32", layout_of(geometry), "tf32", DEVICES[90])
+    ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(90), plan.defines)]).items()
+    assert plan.kernel == "weight_gradient_wgmma"
     assert isinstance(usage, dict), usage
     assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
 
