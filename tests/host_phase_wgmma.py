@@ -73,7 +73,7 @@ def sliding_cases() -> dict[str, dict[str, Any]]:
         ((3, 1, 3), (1, 1, 2), 9, 8, "float32", "tf32x3", False, (1, 1, True, 1, 4, 6, True, False, False)),
         ((3, 3, 2), (2, 2, 2), 24, 9, "bfloat16", None, True, (1, 1, False, 1, 2, 6, True, False, True)),
         ((3, 2, 2), (2, 1, 1), 8, 8, "float16", None, False, (2, 1, False, 1, 2, 3, False, False, True)),
-        ((3, 3, 4), (1, 1, 2), 17, 12, "float32", "tf32", False, (1, 2, False, 1, 2, 3, True, False, False)),
+        ((3, 3, 4), (1, 1, 2), 17, 12, "float32", "tf32", False, (1, 2, False, 1, 2, 9, True, False, False)),
         ((3, 2, 3), (2, 1, 1), 9, 8, "float32", "tf32x3", False, (1, 1, True, 1, 2, 3, False, False, True)),
         ((4, 3, 2), (1, 2, 2), 24, 19, "float16", None, True, (1, 2, False, 1, 2, 3, False, False, True)),
         ((5, 1, 2), (3, 1, 1), 8, 3, "bfloat16", None, False, (1, 1, True, 1, 2, 3, False, False, True)),

@@ -279,7 +279,9 @@ FAULTS = {
         IN_USE,
     ),
     "x that is not published": phase_wgmma_fault(
-        "publish_shared_writes();\n                barrier_arrive(", "barrier_arrive(", "did not publish"
+        "publish_shared_writes();\n                        barrier_arrive(ring",
+        "barrier_arrive(ring",
+        "did not publish",
     ),
     "zeros behind the box that are not published": phase_wgmma_fault(
         "publish_shared_writes();\n    __syncthreads();", "__syncthreads();", "did not publish", PASSING, "tf32", LINE
