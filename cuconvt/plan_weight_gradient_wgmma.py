@@ -41,6 +41,7 @@ MAX_WORKSPACE_BYTES = 256 * 2**20
 KINDS = ((2, 1), (1, 2), (3, 1), (1, 3))  # workers of a block, and blocks on a multiprocessor
 GROUPS = (1, 2, 4)  # of taps along W
 STAGER_REGISTERS = 40
+BESIDE_SUMS = 30  # registers that a product's sums leave, or ptxas refuses it: of those that a thread starts with
 # Of a worker with one tile of 64 rows and with several, besides sums and operands; with fewer, products are serialised.
 OTHER_REGISTERS = 14, 30
 
@@ -109,10 +110,14 @@ class Tile:
         return 128 * self.workers * self.sums
 
     @property
+    def at_start(self) -> int:
+        """Registers of a thread before warps exchange some."""
+        return min(65536 // (128 * (self.workers + 1) * self.min_blocks), 248) // 8 * 8
+
+    @property
     def worker_registers(self) -> int:
         """Registers of a worker's thread: the block has no more than it started with, and stagers give up theirs."""
-        at_start = min(65536 // (128 * (self.workers + 1) * self.min_blocks), 248) // 8 * 8
-        return min(240, (at_start * (self.workers + 1) - STAGER_REGISTERS) // self.workers // 8 * 8)
+        return min(240, (self.at_start * (self.workers + 1) - STAGER_REGISTERS) // self.workers // 8 * 8)
 
 
 @dataclass(frozen=True)
@@ -453,7 +458,7 @@ def tiles(work: Work) -> Iterator[Tile]:
                 break
             if groups_w > 1 and taps_w * work.staged(tile, 2, 1)[1] % (work.per_word * work.chunk(tile)):
                 break
-            if work.registers(tile) > tile.worker_registers:
+            if work.registers(tile) > tile.worker_registers or 4 * tiles_in + BESIDE_SUMS > tile.at_start:
                 break
             yield tile
 

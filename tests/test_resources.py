@@ -20,6 +20,7 @@ from shipped import of_every_tile, some_of
 from strategies import DTYPES, Problem, case
 
 from cuconvt import compile as compiler
+from cuconvt import plan_weight_gradient_wgmma as wgmma
 from cuconvt.plan import Plan
 from cuconvt.plan_weight_gradient import make_weight_gradient_plan
 
@@ -132,6 +133,19 @@ def test_wide_weight_gradients_do_not_spill(problem: Problem) -> None:
     plan = make_weight_gradient_plan(geometry, "float32", layout_of(geometry), "tf32", DEVICES[90])
     ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(90), plan.defines)]).items()
     assert plan.kernel == "weight_gradient_wgmma"
+    assert isinstance(usage, dict), usage
+    assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
+
+
+# ptxas refuses a product whose sums leave a thread too few of the registers that it starts with.
+def test_the_widest_products_of_three_blocks_compile() -> None:
+    geometry = geometry_of(case((2, 512, 64), 256, 16, 8, 4))
+    layout = layout_of(geometry, last=True)
+    of_three = [t for t in wgmma.tiles(wgmma.Work(wgmma.Shape.of(geometry, layout, 2))) if t.min_blocks == 3]
+    tile = max(of_three, key=lambda tile: tile.tiles_in)
+    plan = wgmma.plan_weight_gradient_wgmma(geometry, "float16", layout, None, DEVICES[90], tile)
+    assert isinstance(plan, Plan)
+    ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(90), plan.defines)]).items()
     assert isinstance(usage, dict), usage
     assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
 
