@@ -39,6 +39,13 @@ def why_no_gpu() -> str | None:
         return f"no CUDA GPU: {error}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    # A worker of `-n` that has nothing left takes tests from another: some take a hundred times as long as most.
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU and CuPy; skipped where either is missing")
 

@@ -253,31 +253,43 @@ def _own(layout: str) -> str:
     return layout if layout in OUT_LAYOUTS else "contiguous"
 
 
-def check(name: str, problem: Problem, dtype: str, xp: Any = np, precision: str | None = None) -> None:
-    """Run an operation with arrays of `xp` (numpy or cupy) and compare everything that the contract promises."""
+def check(
+    name: str,
+    problem: Problem,
+    dtype: str,
+    xp: Any = np,
+    precision: str | None = None,
+    allocate: bool = True,
+    repeat: bool = True,
+) -> None:
+    """Run an operation with arrays of `xp` (numpy or cupy) and compare everything that the contract promises.
+
+    `allocate` and `repeat` are those of `harness.check`.
+    """
     o = OPERATIONS[name](problem, DTYPES[dtype])
     rank, expected = problem.rank, o.expected
     placed = [place(values, rank if values.ndim > 1 else 1, layout, xp) for values, layout in o.inputs]
     arrays, buffers = [view for view, _ in placed], [buffer for _, buffer in placed]
     inputs_before = [buffer.copy() for buffer in buffers]
 
-    result = o.function(*arrays, precision=precision)
-    assert type(result) is xp.ndarray
-    expected.assert_close(to_numpy(result), precision)
-    if o.keeps_layout and not arrays[0].flags.c_contiguous and is_channels_last(arrays[0], rank):
-        assert is_channels_last(result, rank)
-    elif not o.keeps_layout or arrays[0].flags.c_contiguous:
-        assert result.flags.c_contiguous
+    if allocate:
+        result = o.function(*arrays, precision=precision)
+        assert type(result) is xp.ndarray
+        expected.assert_close(to_numpy(result), precision)
+        if o.keeps_layout and not arrays[0].flags.c_contiguous and is_channels_last(arrays[0], rank):
+            assert is_channels_last(result, rank)
+        elif not o.keeps_layout or arrays[0].flags.c_contiguous:
+            assert result.flags.c_contiguous
 
     nan = np.full(expected.exact.shape, np.nan, DTYPES[dtype])
     out, out_buffer = place(nan, rank, o.out_layout, xp)
     results = []
-    for _ in range(2):
+    for _ in range(1 + repeat):
         out_buffer.fill(-1)  # all bits set: NaN, inside and outside of `out`
         assert o.function(*arrays, precision=precision, out=out) is out
         results.append(to_numpy(out))
     expected.assert_close(results[0], precision)
-    assert results[0].tobytes() == results[1].tobytes(), f"two calls gave two results, {name}, {dtype}, {problem}"
+    assert results[0].tobytes() == results[-1].tobytes(), f"two calls gave two results, {name}, {dtype}, {problem}"
 
     out.view(out_buffer.dtype)[...] = -1
     assert (out_buffer == -1).all(), f"memory beside out was written, {name}, {dtype}, {problem}"

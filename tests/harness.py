@@ -31,8 +31,19 @@ def is_channels_last(array: Any, rank: int) -> bool:
     return bool(array.transpose(axes).flags.c_contiguous)
 
 
-def check(problem: Problem, dtype: str, xp: Any = np, precision: str | None = None) -> None:
-    """Run a problem with arrays of `xp` (numpy or cupy) and compare everything that the contract promises."""
+def check(
+    problem: Problem,
+    dtype: str,
+    xp: Any = np,
+    precision: str | None = None,
+    allocate: bool = True,
+    repeat: bool = True,
+) -> None:
+    """Run a problem with arrays of `xp` (numpy or cupy) and compare everything that the contract promises.
+
+    With `allocate`, the result is also one that the call allocates: in the layout of x, for which there may be another
+    program than for the problem's layout of `out`. With `repeat`, a second call must give the same bits.
+    """
     values = problem.arrays(DTYPES[dtype])
     expected = Expected(problem, *values)
     x, x_buffer = place(values[0], problem.rank, problem.x_layout, xp)
@@ -40,22 +51,23 @@ def check(problem: Problem, dtype: str, xp: Any = np, precision: str | None = No
     bias, bias_buffer = (None, None) if values[2] is None else place(values[2], 1, problem.bias_layout, xp)
     inputs_before = [b.copy() for b in (x_buffer, weight_buffer, bias_buffer) if b is not None]
 
-    y = call(problem, x, weight, bias, precision=precision)
-    assert type(y) is xp.ndarray
-    expected.assert_close(to_numpy(y), precision)
-    if x.flags.c_contiguous:
-        assert y.flags.c_contiguous
-    elif is_channels_last(x, problem.rank):
-        assert is_channels_last(y, problem.rank)
+    if allocate:
+        y = call(problem, x, weight, bias, precision=precision)
+        assert type(y) is xp.ndarray
+        expected.assert_close(to_numpy(y), precision)
+        if x.flags.c_contiguous:
+            assert y.flags.c_contiguous
+        elif is_channels_last(x, problem.rank):
+            assert is_channels_last(y, problem.rank)
 
     out, out_buffer = place(np.full(problem.out_shape, np.nan, DTYPES[dtype]), problem.rank, problem.out_layout, xp)
     results = []
-    for _ in range(2):
+    for _ in range(1 + repeat):
         out_buffer.fill(-1)  # all bits set: NaN, inside and outside of `out`
         assert call(problem, x, weight, bias, precision=precision, out=out) is out
         results.append(to_numpy(out))
     expected.assert_close(results[0], precision)
-    assert results[0].tobytes() == results[1].tobytes(), f"two calls gave two results, {dtype}, {problem}"
+    assert results[0].tobytes() == results[-1].tobytes(), f"two calls gave two results, {dtype}, {problem}"
 
     out.view(out_buffer.dtype)[...] = -1
     assert (out_buffer == -1).all(), f"memory beside out was written, {dtype}, {problem}"

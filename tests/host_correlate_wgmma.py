@@ -80,9 +80,13 @@ def draw_tile(
         if runs and tile.classes < work.live[2]:
             continue
         products = work.products(tile, work.live[2]) * tile.tiles_m * tile.workers
-        if products * geometry.kernel[0] * geometry.kernel[1] <= MAX_PRODUCTS and serves(spec, dtype, precision, tile):
+        if products * geometry.kernel[0] * geometry.kernel[1] <= MAX_PRODUCTS:
             kinds.setdefault((tile.merge_w, tile.resident, tile.take_turns, tile.classes), []).append(tile)
-    return choose.choice(kinds[choose.choice(list(kinds))]) if kinds else None
+    for kind in choose.sample(list(kinds.values()), len(kinds)):
+        for tile in choose.sample(kind, len(kind)):
+            if serves(spec, dtype, precision, tile):
+                return tile
+    return None
 
 
 def serves(spec: Specialisation, dtype: str, precision: str | None, tile: wgmma.Tile) -> bool:

@@ -136,6 +136,8 @@ TENSOR_CORES = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("fl
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
 LAST = ("channels_last",)
 NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
+# Layouts whose positions along W are next to each other, and apart: programs for few channels depend on it.
+NEXT, APART = ("contiguous", "sliced", "cropped", "misaligned"), ("strided", "negative", "transposed")
 # Dtype and precision, kernel, stride, dilation, channels of a group (of x and y), whether these are channels-last.
 RARE = {
     "correlate": (
@@ -171,7 +173,7 @@ RARE = {
 
 def cases(family: str) -> dict[str, Case]:
     """Return the cases of a family by name."""
-    kinds = TENSOR_CORES if family.endswith("gemm") else SIMT
+    kinds, few = TENSOR_CORES if family.endswith("gemm") else SIMT, family.endswith("few_channels")
     found = {}
     for index in range(6):
         choose = random.Random(index)
@@ -180,16 +182,18 @@ def cases(family: str) -> dict[str, Case]:
             tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3, 2)
         )
         channels = choose.choice((1, 2, 5, 8, 9, 17)), choose.choice((1, 3, 4, 9, 16, 18))
-        if family.endswith("few_channels"):
+        if few:
             channels = min(channels[0], 4), min(channels[1], 4)
         last = choose.random() < 0.4, choose.random() < 0.4
         device = choose.choice([device for device in DEVICES.values() if device.compute_capability != 120])
         fields = {"index64": choose.random() < 0.2, "before_w": choose.randrange(8), "device": device}
         name = f"{index}-{precision or dtype}-{rank}d"
-        found[name] = Case(specialisation(kernel, stride, dilation, channels, last), dtype, precision, **fields)
+        spec = specialisation(kernel, stride, dilation, channels, last)
+        found[name] = Case(for_few(spec, index % 2 == 1) if few else spec, dtype, precision, **fields)
     for dtype, precision, kernel, stride, dilation, c_in, c_out, last in RARE[family]:
         spec = specialisation(kernel, stride, dilation, (c_in, c_out), last)
-        found[f"{precision or dtype}-{'x'.join(map(str, kernel))}"] = Case(spec, dtype, precision)
+        name = f"{precision or dtype}-{'x'.join(map(str, kernel))}"
+        found[name] = Case(for_few(spec) if few else spec, dtype, precision)
     return found
 
 
@@ -200,6 +204,13 @@ def specialisation(
     return Specialisation(
         kernel, stride, dilation, *channels, x, tuple(layout for layout in y if layout != "broadcast")
     )
+
+
+def for_few(spec: Specialisation, apart: bool = False) -> Specialisation:
+    """Return the specialisation with one kind of y: channels-last, also one number of channels, as in `smallest`."""
+    if LAST in (spec.x_layouts, spec.out_layouts):
+        spec = dataclasses.replace(spec, groups=2)
+    return spec if spec.out_layouts == LAST else dataclasses.replace(spec, out_layouts=APART if apart else NEXT)
 
 
 def of_the_case(this: Case, problem: Problem) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -61,13 +62,17 @@ def plan_with(number: int) -> Callable[..., Plan]:
         family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
     ) -> Plan:
         turned, turned_layout = narrow._batch_as_depth(geometry, layout)
-        work = narrow.Work.of_problem(turned, dtype, precision, turned_layout)
-        fitting = (tile for tile in narrow.tiles(work) if work.typical_cost(tile, device) is not None)
-        tiles = sorted(fitting, key=dataclasses.astuple)
+        tiles = fitting_tiles(narrow.Work.of_problem(turned, dtype, precision, turned_layout), device)
         tile = tiles[number % len(tiles)]
         return plan_tile(tile)(family, geometry, dtype, layout, precision, device)
 
     return plan
+
+
+@functools.cache
+def fitting_tiles(work: narrow.Work, device: Device) -> list[Tile]:
+    tiles = (tile for tile in narrow.tiles(work) if work.typical_cost(tile, device) is not None)
+    return sorted(tiles, key=dataclasses.astuple)
 
 
 def plan_tile(tile: Tile) -> Callable[..., Plan]:

@@ -199,6 +199,11 @@ class Specialisation:
     def shift(self, axis: int) -> int | None:
         return None if self.shifts is None else self.shifts[axis]
 
+    @property
+    def allocates_alike(self) -> bool:
+        """Whether a result that a call allocates, whose layout follows the input's, has that of `out`."""
+        return self.x_layouts[0] == self.out_layouts[0] in ("contiguous", "channels_last")
+
 
 _CHANNELS = st.one_of(st.integers(1, 9), st.sampled_from((16, 17, 31, 32, 33)))
 
