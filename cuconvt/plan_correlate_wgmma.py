@@ -31,9 +31,10 @@ from cuconvt.plan_phase_wgmma import (
     MAX_BLOCKS,
     MAX_COLUMNS,
     MAX_POSITIONS,
-    MEMORY_BYTES_A_CLOCK,
     RESIDENT_BYTES,
+    SECTOR,
     SHARED_BYTES_A_CLOCK,
+    WIDE,
     Box,
     Shape,
 )
@@ -54,12 +55,17 @@ MAX_SLOT_BYTES = 24 * 1024  # of weights; a longer row of taps is divided by cla
 MAX_K_STEPS = 16  # of a stage: with more, registers spill
 MAX_UNROLLED = 450  # wgmmas of a row of taps
 MAX_CHAIN = 6  # products of three parts that a tensor core sums up, where a slot can be divided
-# Rates of an H200's multiprocessor, per clock, and more of the estimate, as far as it is another than the forward's.
-L2_BYTES_A_CLOCK = 40
-INSTRUCTIONS_A_CLOCK = 2
-OVERLAP = 0.15  # what of the less busy units' time adds to the busiest one's
-BOX_CLOCKS, CHUNK_CLOCKS = 1500, 1000  # in which a block waits: for a box, and for a chunk of channels
-BATCH_CLOCKS = 1100  # in which a thread loads a batch and stores it
+# Rates of an H200's multiprocessor, per clock, and more of the estimate, as far as it is another than the forward's:
+# fitted to about 1200 tiles' times for 72 problems.
+L2_BYTES_A_CLOCK = 70
+MEMORY_BYTES_A_CLOCK = 14
+INSTRUCTIONS_A_CLOCK = 1
+OVERLAP = 0.2  # what of the less busy units' time adds to the busiest one's
+BOX_CLOCKS, CHUNK_CLOCKS = 2500, 1400  # in which a block waits: for a box, and for a chunk of channels
+DEEP = 0.47  # of the waits for chunks are left where four of them are staged ahead
+BATCH_CLOCKS = 1500  # in which a thread loads a batch and stores it
+OTHERS = 0.8  # the other kernels' estimates are as much more optimistic
+FEW_POSITIONS = 250  # that a layer of many channels may have for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ def plan_tile(
             False,
             work.parameters(tile, box, blocks, g.pad_before[2] if x_vector and not read.x_channels_last else 0),
         ),
-        cost=cost * prod(g.out_extent) * g.groups * g.n,
+        cost=OTHERS * cost * prod(g.out_extent) * g.groups * g.n,
         packed_words=slots * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,
@@ -346,20 +352,30 @@ class Work(phase_wgmma.Work):
         turned = 0 if s.out_channels_last else (tile.rows * 8 * tile.tiles_c + outputs) / 32 * self.sums(tile)
         if s.out_channels_last:
             stores = outputs / 32 * (1 if s.itemsize == 4 else 0.75)
+        edges = 0.0  # of rows, whole sectors are read
+        if not s.x_channels_last:
+            edges = SECTOR / (s.itemsize * tile.classes * (box.extent[2] + self.halo[2]))
         shared = products * (16 + columns / 4) + (staged * self.parts + weights) / SHARED_BYTES_A_CLOCK
-        shared += loads + stores + turned
+        shared += loads * (1 + 2 * edges) + stores + turned
         tensor = products * columns / 2
-        l2 = (staged * apart + weights) / L2_BYTES_A_CLOCK
+        l2 = (staged * apart * (1 + edges) + weights) / L2_BYTES_A_CLOCK
         read = positions * prod(self.live) * s.c_in * s.itemsize * (s.stride[2] / self.live[2] if by_elements else 1)
-        memory = (read / -(-s.c_out // (8 * tile.tiles_c)) + outputs * s.itemsize) / MEMORY_BYTES_A_CLOCK
-        an_element = 1.5 if s.x_channels_last else 5 if by_elements else 3
-        issue = (staged / s.itemsize * an_element + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
+        read *= (1 + edges) / -(-s.c_out // (8 * tile.tiles_c))
+        memory = (read + outputs * s.itemsize) / MEMORY_BYTES_A_CLOCK
+        an_element = 4 if s.x_channels_last else 9 if by_elements else 4
+        issue = (staged / s.itemsize * an_element + outputs * 12) / 32 / INSTRUCTIONS_A_CLOCK
         # One group of threads stages the boxes of all workers of a block, one batch after the other.
         staging = stages * self.batches(tile, box) * BATCH_CLOCKS / tile.min_blocks
         busiest = max(shared, tensor, l2, memory, issue, staging)
         others = shared + tensor + l2 + memory + issue + staging - busiest
-        waits = stages * CHUNK_CLOCKS * (0.5 if tile.x_stages == 2 else 0.4) + BOX_CLOCKS
-        return busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
+        waits = stages * CHUNK_CLOCKS * (1 if tile.x_stages == 2 else DEEP) + BOX_CLOCKS
+        at_once = tile.min_blocks * tile.workers // tile.team  # boxes of a multiprocessor
+        clocks = busiest + OVERLAP * others + waits / at_once
+        if max(s.c_in, s.c_out) < WIDE:
+            return clocks
+        # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
+        rounds = FEW_POSITIONS * s.c_out / (tile.rows * 8 * tile.tiles_c * at_once)
+        return clocks * (1 + 0.5 / rounds)
 
 
 @functools.lru_cache(maxsize=1024)
