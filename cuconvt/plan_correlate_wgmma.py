@@ -64,7 +64,7 @@ OVERLAP = 0.2  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS, CHUNK_CLOCKS = 2500, 1400  # in which a block waits: for a box, and for a chunk of channels
 DEEP = 0.47  # of the waits for chunks are left where four of them are staged ahead
 BATCH_CLOCKS = 1500  # in which a thread loads a batch and stores it
-OTHERS = 0.8  # the other kernels' estimates are as much more optimistic
+OTHERS = 0.8  # the other kernels' estimates are as much more optimistic, beyond what the forward's are
 FEW_POSITIONS = 250  # that a layer of many channels may have for each multiprocessor
 
 
@@ -362,8 +362,7 @@ class Work(phase_wgmma.Work):
         read = positions * prod(self.live) * s.c_in * s.itemsize * (s.stride[2] / self.live[2] if by_elements else 1)
         read *= (1 + edges) / -(-s.c_out // (8 * tile.tiles_c))
         memory = (read + outputs * s.itemsize) / MEMORY_BYTES_A_CLOCK
-        an_element = 4 if s.x_channels_last else 9 if by_elements else 4
-        issue = (staged / s.itemsize * an_element + outputs * 12) / 32 / INSTRUCTIONS_A_CLOCK
+        issue = (staged / s.itemsize * (9 if by_elements else 4) + outputs * 12) / 32 / INSTRUCTIONS_A_CLOCK
         # One group of threads stages the boxes of all workers of a block, one batch after the other.
         staging = stages * self.batches(tile, box) * BATCH_CLOCKS / tile.min_blocks
         busiest = max(shared, tensor, l2, memory, issue, staging)

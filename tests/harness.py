@@ -31,18 +31,11 @@ def is_channels_last(array: Any, rank: int) -> bool:
     return bool(array.transpose(axes).flags.c_contiguous)
 
 
-def check(
-    problem: Problem,
-    dtype: str,
-    xp: Any = np,
-    precision: str | None = None,
-    allocate: bool = True,
-    repeat: bool = True,
-) -> None:
+def check(problem: Problem, dtype: str, xp: Any = np, precision: str | None = None, calls: int = 3) -> None:
     """Run a problem with arrays of `xp` (numpy or cupy) and compare everything that the contract promises.
 
-    With `allocate`, the result is also one that the call allocates: in the layout of x, for which there may be another
-    program than for the problem's layout of `out`. With `repeat`, a second call must give the same bits.
+    The first of up to three `calls` writes to an `out` of the problem's layout, the second must give it the same bits
+    again, and the third allocates its result: in the layout of x, for which there may be another program.
     """
     values = problem.arrays(DTYPES[dtype])
     expected = Expected(problem, *values)
@@ -51,7 +44,7 @@ def check(
     bias, bias_buffer = (None, None) if values[2] is None else place(values[2], 1, problem.bias_layout, xp)
     inputs_before = [b.copy() for b in (x_buffer, weight_buffer, bias_buffer) if b is not None]
 
-    if allocate:
+    if calls == 3:
         y = call(problem, x, weight, bias, precision=precision)
         assert type(y) is xp.ndarray
         expected.assert_close(to_numpy(y), precision)
@@ -62,7 +55,7 @@ def check(
 
     out, out_buffer = place(np.full(problem.out_shape, np.nan, DTYPES[dtype]), problem.rank, problem.out_layout, xp)
     results = []
-    for _ in range(1 + repeat):
+    for _ in range(min(calls, 2)):
         out_buffer.fill(-1)  # all bits set: NaN, inside and outside of `out`
         assert call(problem, x, weight, bias, precision=precision, out=out) is out
         results.append(to_numpy(out))

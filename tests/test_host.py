@@ -24,7 +24,7 @@ from harness import check
 from host.backend import launch, on_host, plan_family
 from host.build import HERE, why_not
 from hypothesis import given, seed, settings
-from shipped import OF_THE_PROBLEM, plans_of, requests
+from shipped import OF_THE_PROBLEM, shipped
 from special import check_denormals, check_infinities, check_scales
 from strategies import DTYPES, LAYOUTS, Problem, Specialisation, case, problems
 from test_plan import struct_fields
@@ -211,12 +211,11 @@ def test_any_geometry(family: str, name: str) -> None:
         @settings(max_examples=EXAMPLES[family], derandomize=False, database=None)
         @given(problem=problems(this.spec, longest, longest[-1] + 8, budget))
         def every_problem(problem: Problem) -> None:
-            check(of_the_case(this, problem), this.dtype, precision=this.precision, allocate=False, repeat=False)
+            check(of_the_case(this, problem), this.dtype, precision=this.precision, calls=1)
 
-        allocate = this.spec.allocates_alike
-        check(one_past_every_edge(family, this), this.dtype, precision=this.precision, allocate=allocate)
+        check(one_past_every_edge(family, this), this.dtype, precision=this.precision, calls=this.spec.calls)
         if family in OWN_LENGTHS:
-            check(whole_words(this), this.dtype, precision=this.precision, allocate=allocate)
+            check(whole_words(this), this.dtype, precision=this.precision, calls=this.spec.calls)
         every_problem()
 
 
@@ -250,8 +249,7 @@ def test_every_value_of_every_macro_is_reached(family: str) -> None:
     for this in CASES[family].values():
         for name, value in {**dict(plan_for(family, this, smallest(this)).defines), **this.defines}.items():
             reached[name].add(value)
-    # Planning takes long. A prime step meets all of the lists that the requests are the product of, and their pairs.
-    for plan in plans_of(family, 90, requests(family)[::7]):
+    for plan in shipped(family, 90):
         for name, value in plan.defines:
             if not name.startswith((*OF_THE_PROBLEM, *OF_THE_DEVICE)):
                 assert value in reached[name], f"no case of {family} has {name}={value}, as {plan} has"

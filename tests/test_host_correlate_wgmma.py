@@ -44,15 +44,14 @@ def test_any_geometry(name: str) -> None:
         @settings(max_examples=EXAMPLES, derandomize=False, database=None)
         @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, BUDGET))
         def every_problem(problem: Problem) -> None:
-            check("input", problem, this.dtype, precision=this.precision, allocate=False, repeat=False)
+            check("input", problem, this.dtype, precision=this.precision, calls=1)
 
-        allocate = this.spec.allocates_alike
         first, *others = (smallest(this.spec, extent) for extent in EXTENTS[rank])
-        check("input", first, this.dtype, precision=this.precision, allocate=allocate)
+        check("input", first, this.dtype, precision=this.precision, calls=this.spec.calls)
         alone = [("input", problem) for problem in others]
         alone += [("conv", problem) for problem in whole_rows(this)]
         for operation, problem in alone:
-            check(operation, problem, this.dtype, precision=this.precision, allocate=False, repeat=False)
+            check(operation, problem, this.dtype, precision=this.precision, calls=1)
         every_problem()
 
 

@@ -45,11 +45,10 @@ def test_any_geometry(family: str, name: str) -> None:
         @settings(max_examples=EXAMPLES[family], derandomize=False, database=None)
         @given(problem=problems(this.spec, tuple(edge + 2 for edge in longest), longest[-1] + 16, BUDGET[family]))
         def every_problem(problem: Problem) -> None:
-            check(first, of_the_case(this, problem), this.dtype, precision=this.precision, allocate=False, repeat=False)
+            check(first, of_the_case(this, problem), this.dtype, precision=this.precision, calls=1)
 
-        allocate = this.spec.allocates_alike
-        check(first, one_past_every_edge(family, this), this.dtype, precision=this.precision, allocate=allocate)
-        check(second, whole_words(this), this.dtype, precision=this.precision, allocate=allocate)
+        check(first, one_past_every_edge(family, this), this.dtype, precision=this.precision, calls=this.spec.calls)
+        check(second, whole_words(this), this.dtype, precision=this.precision, calls=this.spec.calls)
         every_problem()
 
 
@@ -194,7 +193,7 @@ def run(family: str, problems_to_check: tuple[Problem, ...], sources: dict[str, 
     operation = "input" if family.startswith("correlate") else "weight"
     with gradients_on_host(family, DEVICES[90], "tf32x3", sources=sources):
         for problem in problems_to_check:
-            check(operation, problem, "float32", precision="tf32x3", allocate=False)
+            check(operation, problem, "float32", precision="tf32x3")
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -35,14 +35,14 @@ def test_any_geometry(name: str) -> None:
         @settings(max_examples=EXAMPLES, derandomize=False, database=None)
         @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, BUDGET))
         def every_problem(problem: Problem) -> None:
-            check("weight", this.padded(problem), this.dtype, precision=this.precision, allocate=False, repeat=False)
+            check("weight", this.padded(problem), this.dtype, precision=this.precision, calls=1)
 
         ragged, *others = this.fixed_problems()
         check("weight", ragged, this.dtype, precision=this.precision)
         alone = [("weight", problem) for problem in others]
         alone += [("conv_weight", this.problem((1,) * (rank - 1) + (7,), groups)) for groups in (1, 4)]
         for operation, problem in alone:
-            check(operation, problem, this.dtype, precision=this.precision, allocate=False, repeat=False)
+            check(operation, problem, this.dtype, precision=this.precision, calls=1)
         every_problem()
 
 
