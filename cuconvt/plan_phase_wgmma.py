@@ -30,7 +30,6 @@ from cuconvt.plan_phase_gemm import (
     MAX_UNROLLED_TAPS,
     PRECISION_CODES,
     _others_divisible,
-    _out_vector,
     _x_vector,
 )
 
@@ -249,12 +248,22 @@ def wgmma_defines(
         *((name, int(value)) for name, value in own.items()),
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
-        ("OUT_VECTOR", int(layout.out_channels_last and _out_vector(geometry, layout, itemsize))),
+        ("OUT_VECTOR", _channels_at_once(geometry, layout, itemsize)),
         ("INDEX64", int(index64)),
         ("MIN_BLOCKS", tile.min_blocks),
         ("WORKER_REGISTERS", registers[0]),
         ("STAGER_REGISTERS", registers[1]),
     )
+
+
+def _channels_at_once(geometry: Geometry, layout: Layout, itemsize: int) -> int:
+    """Return how many channels of a channels-last result may be written at a time, none of which is beyond the last."""
+    if not layout.out_channels_last or not layout.out_aligned or layout.out[1] != 1:
+        return 1
+    for count in (8, 4) if itemsize == 2 else (4,):
+        if geometry.c_out_per_group % count == 0 and _others_divisible(layout.out, 1, count):
+            return count
+    return 1
 
 
 def _grid(blocks: int, resident: int, phases: int, weights: int) -> int:

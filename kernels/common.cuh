@@ -61,15 +61,18 @@ template <class T, int N> struct alignas(sizeof(T) * N) Pack {
 // Narrows values that follow each other, one or an even number, and stores them at once.
 template <class Stored, int N>
 __device__ __forceinline__ void store_vector(const Pack<float, N>& values, Stored* to) {
-    if constexpr (sizeof(Stored) == 4) {
-        *reinterpret_cast<Pack<float, N>*>(to) = values;
-    } else if constexpr (N == 1) {
+    if constexpr (N == 1) {
         narrow(values.value[0], *to);
-    } else {
-        Pack<unsigned, N / 2> words;
+    } else if constexpr (sizeof(Stored) == 4) {
+        unsigned words[N];
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) words.value[i] = narrow_two<Stored>(values.value[2 * i], values.value[2 * i + 1]);
-        *reinterpret_cast<Pack<unsigned, N / 2>*>(to) = words;
+        for (int i = 0; i < N; ++i) words[i] = __float_as_uint(values.value[i]);
+        store_words(to, words);
+    } else {
+        unsigned words[N / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) words[i] = narrow_two<Stored>(values.value[2 * i], values.value[2 * i + 1]);
+        store_words(to, words);
     }
 }
 

@@ -421,16 +421,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Index at_h = first_h + (ROWS_ALONG_W ? 0 : row), at_w = first_w + (ROWS_ALONG_W ? row * ROW : 0);
             if (!within(at_h, p.x_extent[1]) || !within(at_w, p.x_extent[2])) continue;
             Stored* const to = out + tile * 8 * p.x_stride[1] + at_h * p.x_stride[3] + at_w * p.x_stride[4];
-            Pack<Stored, 2> values;
+            Pack<float, 2> values;
 #pragma unroll
-            for (int c = 0; c < 2; ++c)
-                narrow(acc[row % TILES_M][tile][row / TILES_M * 2 + c] + offset[c], values.value[c]);
+            for (int c = 0; c < 2; ++c) values.value[c] = acc[row % TILES_M][tile][row / TILES_M * 2 + c] + offset[c];
             if (OUT_CHANNELS_LAST && p.x_vector && first_c + tile * 8 + 1 < p.c_in) {
-                *reinterpret_cast<Pack<Stored, 2>*>(to) = values;
+                store_vector(values, to);
             } else {
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
-                    if (first_c + tile * 8 + c < p.c_in) to[c * p.x_stride[1]] = values.value[c];
+                    if (first_c + tile * 8 + c < p.c_in) narrow(values.value[c], to[c * p.x_stride[1]]);
             }
         }
     }

@@ -103,6 +103,19 @@ __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&r)[4], cons
                  : "memory");
 }
 
+// ---- stores ----------------------------------------------------------------------------------------------------------
+// Words that follow each other in global memory, aligned to their size, by one instruction: the compiler may take an assignment
+// of a struct apart, which then costs as much as several.
+
+__device__ __forceinline__ void store_words(void* to, const unsigned (&word)[1]) { *(unsigned*)to = word[0]; }
+__device__ __forceinline__ void store_words(void* to, const unsigned (&word)[2]) {
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(__cvta_generic_to_global(to)), "r"(word[0]), "r"(word[1]));
+}
+__device__ __forceinline__ void store_words(void* to, const unsigned (&word)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(__cvta_generic_to_global(to)), "r"(word[0]), "r"(word[1]),
+                 "r"(word[2]), "r"(word[3]));
+}
+
 // ---- asynchronous copies to shared memory (sm_80 and newer) ----------------------------------------------------------
 // The first `bytes` bytes are copied and the rest of the 4 or 16 is filled with zeros; with bytes = 0 nothing is read.
 

@@ -65,8 +65,8 @@
 #ifndef OUT_CHANNELS_LAST
 #define OUT_CHANNELS_LAST 0
 #endif
-#ifndef OUT_VECTOR  // whether four channels of a channels-last result may be written at a time
-#define OUT_VECTOR 0
+#ifndef OUT_VECTOR  // so many channels of a channels-last result may be written at a time: 1, 4, or 8 of 16 bits
+#define OUT_VECTOR 1
 #endif
 #ifndef OUT_RUN  // so many outputs along W, which a thread holds, are written at a time; if it is 1, results are turned
 #define OUT_RUN 1

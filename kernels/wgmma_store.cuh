@@ -83,48 +83,65 @@ __device__ __forceinline__ void store_rows(Stored* out, const float* turned, con
 }
 
 // Channels-last results go straight from the registers: the four threads that share a row hold eight channels that follow each
-// other. Of 16-bit numbers, sixteen fill a sector of memory: two tiles of channels are exchanged between the four.
+// other, two each. They exchange some of several tiles of channels, so that each stores eight or sixteen bytes at once.
 
 // Two neighbouring channels of two rows and of all tiles of channels, with the bias.
 struct TwoChannels {
     float value[TILES_C][2];
 };
 
+// Of two lanes `apart`, the first receives what both have as `first`, and the second what both have as `second`.
+__device__ __forceinline__ void exchange(unsigned& first, unsigned& second, int apart) {
+    const bool is_second = threadIdx.x & apart;
+    const unsigned received = __shfl_xor_sync(~0u, is_second ? first : second, apart);
+    first = is_second ? received : first;
+    second = is_second ? second : received;
+}
+
 __device__ __forceinline__ void store_two(Stored* to, const TwoChannels& sums, int left, const Problem& p) {
-    const Index step = (Index)p.out_stride[1];
     const int t = threadIdx.x % 4;
-    if constexpr (sizeof(Stored) == 4 || !OUT_VECTOR) {
+#if OUT_VECTOR == 1
+    const Index step = (Index)p.out_stride[1];
 #pragma unroll
-        for (int tile = 0; tile < TILES_C; ++tile) {
-            const int channel = tile * 8 + 2 * t;
-            Pack<Stored, 2> pair;
-            narrow(sums.value[tile][0], pair.value[0]);
-            narrow(sums.value[tile][1], pair.value[1]);
-            if (OUT_VECTOR) {
-                if (channel < left) *reinterpret_cast<Pack<Stored, 2>*>(to + channel) = pair;
-            } else {
-                if (channel < left) to[channel * step] = pair.value[0];
-                if (channel + 1 < left) to[(channel + 1) * step] = pair.value[1];
-            }
-        }
-    } else {
+    for (int tile = 0; tile < TILES_C; ++tile) {
 #pragma unroll
-        for (int tile = 0; tile < TILES_C; tile += 2) {
-            unsigned word[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float(&two)[2] = sums.value[(tile + i) % TILES_C];
-                word[i] = tile + i < TILES_C ? narrow_two<Stored>(two[0], two[1]) : 0;
-            }
-            // Threads 0 and 1 receive channels 0 to 3 and 4 to 7 of the first tile, 2 and 3 of the second.
-            const int from = threadIdx.x % 32 / 4 * 4 + t % 2 * 2;
-            const unsigned low[2] = {__shfl_sync(~0u, word[0], from), __shfl_sync(~0u, word[1], from)};
-            const unsigned high[2] = {__shfl_sync(~0u, word[0], from + 1), __shfl_sync(~0u, word[1], from + 1)};
-            const Pack<unsigned, 2> four = {{t < 2 ? low[0] : low[1], t < 2 ? high[0] : high[1]}};
-            const int channel = tile * 8 + 4 * t;
-            if (channel < left) *reinterpret_cast<Pack<unsigned, 2>*>(to + channel) = four;
+        for (int i = 0; i < 2; ++i) {
+            const int channel = tile * 8 + 2 * t + i;
+            if (channel < left) narrow(sums.value[tile][i], to[channel * step]);
         }
     }
+#else
+    const auto value = [&](int tile, int i) { return tile < TILES_C ? sums.value[tile < TILES_C ? tile : 0][i] : 0.0f; };
+    constexpr int AT_ONCE = sizeof(Stored) == 2 && OUT_VECTOR == 8 ? 4 : 2;  // tiles of channels
+#pragma unroll
+    for (int tile = 0; tile < TILES_C; tile += AT_ONCE) {
+        // After an exchange with the neighbour, threads 0 and 2 have four channels of the first tile, and 1 and 3 of the second.
+        const int channel = (tile + t % 2) * 8 + t / 2 * 4;
+        if constexpr (sizeof(Stored) == 4) {
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(value(tile + i / 2, i % 2));
+            exchange(words[0], words[2], 1);
+            exchange(words[1], words[3], 1);
+            if (channel < left) store_words(to + channel, words);
+        } else {
+            unsigned words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = narrow_two<Stored>(value(tile + i, 0), value(tile + i, 1));
+            exchange(words[0], words[1], 1);
+            if (TILES_C - tile <= 2 || AT_ONCE == 2) {
+                const unsigned four[2] = {words[0], words[1]};
+                if (channel < left) store_words(to + channel, four);
+            } else {
+                // With the next two tiles and the next thread but one, each thread has all of a tile.
+                exchange(words[2], words[3], 1);
+                exchange(words[0], words[2], 2);
+                exchange(words[1], words[3], 2);
+                if ((tile + t) * 8 < left) store_words(to + (tile + t) * 8, words);
+            }
+        }
+    }
+#endif
 }
 
 // What a team of workers shares to store a box.

@@ -145,13 +145,15 @@ def case(
 def place(values: np.ndarray, rank: int, layout: str, xp: Any = np) -> tuple[Any, Any]:
     """Copy `values` to a view with the given layout, inside a buffer whose other elements are all NaN.
 
+    Besides `LAYOUTS` there is "some_channels": channels-last, with a multiple of eight of which the view has the first.
+
     Returns the view and the buffer, which holds integers: in every float format all bits set are a NaN.
     """
     if layout == "broadcast":
         view, buffer = place(values[:1], rank, "contiguous", xp)
         return xp.broadcast_to(view, values.shape), buffer
     order = list(range(values.ndim))  # the axes, from the slowest to the fastest in memory
-    if layout == "channels_last":
+    if layout in ("channels_last", "some_channels"):
         order.append(order.pop(-rank - 1))
     elif layout == "transposed":
         order.reverse()
@@ -161,6 +163,8 @@ def place(values: np.ndarray, rank: int, layout: str, xp: Any = np) -> tuple[Any
         shape[first_spatial] += 1
     elif layout == "cropped":  # rows of a multiple of 16 bytes, which the view does not fill
         shape[-1] += 8 - shape[-1] % 8
+    elif layout == "some_channels":
+        shape[first_spatial - 1] += 8 - shape[first_spatial - 1] % 8
     elif layout == "strided":
         shape[-1] *= 2
     margin = 64  # elements on both sides, so that a read or write past either end is seen
@@ -174,6 +178,8 @@ def place(values: np.ndarray, rank: int, layout: str, xp: Any = np) -> tuple[Any
         view = view[(slice(None),) * first_spatial + (slice(1, None),)]
     elif layout == "cropped":
         view = view[..., : values.shape[-1]]
+    elif layout == "some_channels":
+        view = view[(slice(None),) * (first_spatial - 1) + (slice(values.shape[first_spatial - 1]),)]
     elif layout == "strided":
         view = view[..., ::2]
     elif layout == "negative":

@@ -93,6 +93,13 @@ def test_layout_of_out(cupy: Any, layout: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c_out", [3, 6, 12])
+def test_channels_beside_the_result_stay(cupy: Any, c_out: int, dtype: str) -> None:
+    layouts = {"x_layout": "channels_last", "out_layout": "some_channels"}
+    check(case((1, 24, 5, 6, 9), c_out, 3, stride=2, padding=1, has_bias=True, **layouts), dtype, cupy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_several_tiles_on_every_axis(cupy: Any, dtype: str) -> None:
     check(case((2, 33, 19, 21, 37), 35, 3, stride=2, padding=1, has_bias=True), dtype, cupy)
 

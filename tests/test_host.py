@@ -24,7 +24,7 @@ from harness import check
 from host.backend import launch, on_host, plan_family
 from host.build import HERE, why_not
 from hypothesis import given, seed, settings
-from shipped import OF_THE_PROBLEM, shipped
+from shipped import OF_THE_PROBLEM, SIMT, shipped
 from special import check_denormals, check_infinities, check_scales
 from strategies import DTYPES, LAYOUTS, Problem, Specialisation, case, problems
 from test_plan import struct_fields
@@ -283,6 +283,16 @@ SPECIAL_CASES = ("dead_phases", "padding_eats_whole_taps", "odd_channels")
 def test_special_values_of_three_products(family: str, name: str, checked: Callable[..., None]) -> None:
     with on_host(family, DEVICES[90], "tf32x3"):
         checked(FIXED[name], lambda array: array, "tf32x3")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("family", CASES)
+def test_channels_beside_the_result_stay(family: str, dtype: str) -> None:
+    c_out = 3 if family == "few_channels" else 6
+    layouts = {"x_layout": "channels_last", "out_layout": "some_channels"}
+    precision = "tf32" if dtype == "float32" and family not in SIMT else None
+    with on_host(family, DEVICES[90], precision):
+        check(case((1, 16, 3, 3, 4), c_out, 3, stride=2, **layouts), dtype, precision=precision, calls=1)
 
 
 def test_every_family_is_reached() -> None:

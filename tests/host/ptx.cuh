@@ -107,6 +107,16 @@ inline int recomputed(int value) { return value; }
 inline float on_its_own(float value) { return value; }
 template <class T> T* worked_out(T* address) { return address; }
 
+// ---- stores --------------------------------------------------------------------------------------------------------
+
+template <int N> void store_words(void* to, const unsigned (&word)[N]) {
+    struct alignas(4 * N) Words {
+        unsigned word[N];
+    } words;
+    for (int i = 0; i < N; ++i) words.word[i] = word[i];
+    *(Words*)to = words;
+}
+
 // ---- cp.async ------------------------------------------------------------------------------------------------------
 
 inline void copy_async_4(void* shared, const void* global, int bytes) { host::copy_async(shared, global, 4, bytes); }
