@@ -36,7 +36,8 @@ from cuconvt.plan_phase_gemm import (
 Ints = tuple[int, ...]
 
 ROWS = 64  # of a wgmma
-MAX_COLUMNS = 192
+MAX_COLUMNS = 192  # of one that the header has
+MAX_COLUMNS_OF_THREE = 104  # where three blocks share a multiprocessor: ptxas refuses more sums at a time
 MAX_BLOCKS = 2**30
 MAX_POSITIONS = 2**14 - 1  # of a plane: its distance has 14 bits in a wgmma's descriptor
 MAX_OUTPUTS = 2**15 - 1 - 2**10  # of a box, along an axis: counted in 16 bits
@@ -48,6 +49,7 @@ REGISTERS = {
 }
 
 MAX_UNROLLED = 450  # wgmmas of a chunk, where a block owns all phases: more take seconds to compile
+MAX_UNROLLED_SLICE = 200  # of a slice and chunk, where rows wait for their weights
 MAX_UNROLLED_STORES = 128  # for a thread's two rows, where results are not turned
 RESIDENT_BYTES = 128 * 1024  # of weights that stay in shared memory
 
@@ -59,6 +61,8 @@ INSTRUCTIONS_A_CLOCK = 1.2
 OVERLAP = 0.4  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS, CHUNK_CLOCKS = 200, 1000  # in which a block waits: for a box, and for a chunk of channels
 SLICE_CLOCKS, SLICE_CHUNK_CLOCKS = 1000, 500  # likewise, where a block slides
+COPIED_CHUNK_CLOCKS, COPIED_SLICE_CHUNK_CLOCKS = 550, 780  # instead, where x is channels-last and comes by copies
+COPY_INSTRUCTIONS = 50  # that 16 bytes of such an x take
 RUN_CLOCKS = 1500  # for a box whose result is stored straight from the registers, by a block that is alone
 DEEP = 0.85  # of the waits for chunks are left where four of them are staged ahead
 SECTOR = 32  # bytes that memory writes at least
@@ -70,6 +74,7 @@ TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
     2: ((64, 16, 16), (64, 65, 65), (64, 128, 128)),
     3: ((33, 33, 33), (48, 48, 48), (66, 66, 66), (18, 36, 70)),
 }
+POSITIONS = 2000  # that a problem may have for each multiprocessor
 WIDE = 128  # channels: networks have so many where extents are small, too
 MAX_CHAINS = 256  # of 3xTF32 that an output adds up: with more, their roundings count, and chains are longer instead
 TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), *TYPICAL_EXTENTS[3][:3])}
@@ -462,11 +467,15 @@ class Work:
         """Estimate how many registers a worker needs besides: a little more than the compiler was seen to need."""
         s, outputs, three = self.shape, self.outputs(tile), self.shape.products == 3
         row = tile.tiles_m * tile.k_steps * self.taps_w(tile)  # descriptors for a row of taps
-        if s.out_channels_last:  # where rows of all tiles and phases go
+        if s.out_channels_last and tile.tiles_m <= 4 and not three:
+            count = 44
+        elif s.out_channels_last and tile.all_phases and tile.resident:  # unrolled rows keep many descriptors
+            count = 40 + self.unrolled(tile) // 16 + (16 if tile.slides else 0)
+        elif s.out_channels_last:
             count = 45 + 6 * tile.tiles_m + 2 * outputs + tile.tiles_m**2 * (outputs - 1) // 2 + row // 10
             count += 18 if s.stride[2] >= 8 and not three else 0
-            if tile.all_phases:  # unrolled rows keep many descriptors
-                count += 12 * tile.k_steps + ((58 if tile.resident else 66) if three else 0)
+            if tile.all_phases:  # likewise
+                count += 12 * tile.k_steps + (66 if three else 0)
             elif three:
                 count += 16 + 3 * row // 8
         else:
@@ -587,16 +596,22 @@ class Work:
         """Return the clocks of a box of positions, with all phases and all channels of a group."""
         s = self.shape
         phases = 1 if tile.all_phases else s.stride[0] * s.stride[1]
-        return self.clocks(tile, box) * phases * -(-s.c_out // (8 * tile.tiles_c))
+        boxes = phases * -(-s.c_out // (8 * tile.tiles_c))
+        # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
+        rounds = POSITIONS * boxes / (tile.rows * tile.min_blocks * tile.workers // tile.team)
+        return self.clocks(tile, box) * boxes * (1 + 0.5 / rounds)
+
+    def typical_extents(self) -> tuple[Ints, ...]:
+        """Return extents of positions that problems of this kind may have."""
+        wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
+        return (TYPICAL_EXTENTS_OF_WIDE if wide else TYPICAL_EXTENTS)[self.shape.rank]
 
     def typical_cost(self, tile: Tile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
         """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits.
 
         Also None as soon as the mean must exceed `limit`, as no extents take less than `least`.
         """
-        logarithms = 0.0
-        wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
-        typical_extents = (TYPICAL_EXTENTS_OF_WIDE if wide else TYPICAL_EXTENTS)[self.shape.rank]
+        logarithms, typical_extents = 0.0, self.typical_extents()
         for left, extents in zip(range(len(typical_extents))[::-1], typical_extents, strict=True):
             # With padding, the first and the last position have some of the outputs where no phase is late.
             more = self.shape.late[2] if tile.join_w else 0
@@ -610,9 +625,16 @@ class Work:
         return exp(logarithms / len(typical_extents))
 
     def least_cost(self, tile: Tile) -> float:
-        """Return a lower bound of a position's clocks: a box that fills the tile, in one row and without a halo."""
+        """Return a lower bound of a position's clocks: all rows of the tile are of use, in one row with the least halo.
+
+        For k extents a_i with a product of at least P, the product of all a_i + r_i is at least that of k times the sum
+        of the k-th roots of P and of the product of all r_i (Hoelder's inequality).
+        """
         depth = 1000 if tile.slides else 1
-        box = Box((depth, 1, tile.rows), (0, 0), tile.rows, tile.rows)
+        wider = [reach for reach in self.reach(tile) if reach]
+        k = max(1, len(wider))
+        plane = int((tile.rows ** (1 / k) + prod(wider) ** (1 / k)) ** k) if wider else tile.rows
+        box = Box((depth, 1, tile.rows), (0, 0), plane, plane)
         return COMPARED * self.cost(tile, box) / (depth * tile.rows)
 
     def clocks(self, tile: Tile, box: Box) -> float:
@@ -631,7 +653,7 @@ class Work:
             loads = staged / 128
         stores = outputs / 32 * (1 + 32 / (box.extent[2] * s.stride[2]))
         if s.out_channels_last:
-            stores = outputs / 32 * (1 if s.itemsize == 4 else 0.75)
+            stores = outputs / 32 * s.itemsize / 8
         elif self.stores_runs(tile):  # of four channels at a time
             stores = outputs / 32 / s.run * 4
         stored, turned = box.extent[0] if tile.slides else 1, 0.0
@@ -650,10 +672,13 @@ class Work:
         else:
             ragged = 1 + ROW_ENDS / (box.extent[2] * s.stride[2])
         memory = outputs * s.itemsize * ragged / MEMORY_BYTES_A_CLOCK
-        issue = (staged / s.itemsize * (1.5 if s.x_channels_last else 5) + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
+        staging = staged / 16 * COPY_INSTRUCTIONS if s.x_channels_last else staged / s.itemsize * 5
+        issue = (staging + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
         busiest = max(shared, tensor, l2, memory, issue)
         others = shared + tensor + l2 + memory + issue - busiest
         a_box, a_chunk = (SLICE_CLOCKS, SLICE_CHUNK_CLOCKS) if tile.slides else (BOX_CLOCKS, CHUNK_CLOCKS)
+        if s.x_channels_last:
+            a_chunk = COPIED_SLICE_CHUNK_CLOCKS if tile.slides else COPIED_CHUNK_CLOCKS
         if self.stores_runs(tile) and tile.min_blocks == 1 and not tile.slides:
             a_box = RUN_CLOCKS
         if tile.merge_w and tile.k_steps == 1 and s.products == 1 and not tile.slides:  # wide rows of short chunks
@@ -716,27 +741,22 @@ def tiles(work: Work) -> Iterator[Tile]:
         along_d, REGISTERS, (False, True), along_w, list(sizes)
     ):
         tiles_c, tiles_m, k_steps, deep = size
-        common = (workers, stagers, tiles_m, tiles_c, merge_w, k_steps, 4 if deep else 2)
-        half_k = shape.itemsize == 2 and k_steps == 1 and shape.c_in <= 8
-        tile = Tile(*common, 3, False, False, all_phases, blocks, slides, half_k, merge_d, join_w)
-        if slides and several and not all_phases:
-            continue
-        if all_phases and (not several or work.unrolled(tile) > MAX_UNROLLED):
-            continue
-        # These spill, however few the accumulators.
-        if all_phases and shape.out_channels_last and (tiles_c > 1 if shape.products == 3 else k_steps > 1):
-            continue
-        if not work.turns(tile) and tiles_m * tiles_c * work.outputs(tile) > MAX_UNROLLED_STORES:
+        if (slides and several and not all_phases) or (all_phases and not several):
             continue
         if merge_w and (shape.kernel[2] == 1 or shape.out_channels_last or tiles_m == 3):  # 192 rows: measured slow
             continue
-        if merge_w and slides:  # likewise, beside merged taps along D
+        if (merge_w and slides) or (deep and blocks > 1):  # the former likewise, beside merged taps along D
             continue
-        if deep and blocks > 1:
+        common = (workers, stagers, tiles_m, tiles_c, merge_w, k_steps, 4 if deep else 2)
+        half_k = shape.itemsize == 2 and k_steps == 1 and shape.c_in <= 8
+        tile = Tile(*common, 3, False, False, all_phases, blocks, slides, half_k, merge_d, join_w)
+        if all_phases and work.unrolled(tile) > MAX_UNROLLED:
+            continue
+        if not work.turns(tile) and tiles_m * tiles_c * work.outputs(tile) > MAX_UNROLLED_STORES:
             continue
         if k_steps > 1 and work.chunk(tile) >= 2 * shape.c_in:
             continue
-        if work.columns(tile) > MAX_COLUMNS:
+        if work.columns(tile) > (MAX_COLUMNS if blocks < 3 else MAX_COLUMNS_OF_THREE):
             continue
         if shape.products == 3 and k_steps == 1 and work.chains(tile) > MAX_CHAINS:
             continue
@@ -747,8 +767,16 @@ def tiles(work: Work) -> Iterator[Tile]:
             slots = -(-shape.c_in // work.chunk(tile)) * work.slots_of_chunk(tile)
             if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
                 tile = dataclasses.replace(tile, ring=slots, resident=True)
-        many = shape.products == 3 and not shape.out_channels_last and work.unrolled(tile) > 32
-        if all_phases and many and (tiles_c > 1 or not tile.resident):  # likewise
+        # These spill, however few the accumulators.
+        if all_phases and shape.products == 3:
+            if shape.out_channels_last:
+                spills = tiles_c > 1 and not tile.resident
+            else:
+                spills = work.unrolled(tile) > 32 and (tiles_c > 1 or not tile.resident)
+            if spills:
+                continue
+        late_rows = slides and not tile.resident and (shape.products == 1 or shape.out_channels_last)
+        if late_rows and work.unrolled(tile) > MAX_UNROLLED_SLICE:  # likewise
             continue
         if work.accumulators(tile) + work.other_registers(tile) > REGISTERS[workers, stagers, blocks][0]:
             continue
