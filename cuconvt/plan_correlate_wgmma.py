@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, gcd, prod
+from math import ceil, gcd, inf, prod
 
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.geometry import Geometry
@@ -31,6 +31,7 @@ from cuconvt.plan_phase_wgmma import (
     MAX_BLOCKS,
     MAX_COLUMNS,
     MAX_POSITIONS,
+    POSITIONS,
     RESIDENT_BYTES,
     SECTOR,
     SHARED_BYTES_A_CLOCK,
@@ -56,16 +57,23 @@ MAX_K_STEPS = 16  # of a stage: with more, registers spill
 MAX_UNROLLED = 450  # wgmmas of a row of taps
 MAX_CHAIN = 6  # products of three parts that a tensor core sums up, where a slot can be divided
 # Rates of an H200's multiprocessor, per clock, and more of the estimate, as far as it is another than the forward's:
-# fitted to about 1200 tiles' times for 72 problems.
-L2_BYTES_A_CLOCK = 70
-MEMORY_BYTES_A_CLOCK = 14
-INSTRUCTIONS_A_CLOCK = 1
-OVERLAP = 0.2  # what of the less busy units' time adds to the busiest one's
-BOX_CLOCKS, CHUNK_CLOCKS = 2500, 1400  # in which a block waits: for a box, and for a chunk of channels
-DEEP = 0.47  # of the waits for chunks are left where four of them are staged ahead
-BATCH_CLOCKS = 1500  # in which a thread loads a batch and stores it
-OTHERS = 0.8  # the other kernels' estimates are as much more optimistic, beyond what the forward's are
-FEW_POSITIONS = 250  # that a layer of many channels may have for each multiprocessor
+# fitted to about 800 tiles' times for 33 problems.
+L2_BYTES_A_CLOCK = 140
+MEMORY_BYTES_A_CLOCK = 11.7
+INSTRUCTIONS_A_CLOCK = 0.83
+OVERLAP = 0.35  # what of the less busy units' time adds to the busiest one's
+BOX_CLOCKS, CHUNK_CLOCKS = 870, 570  # in which a block waits: for a box, and for a chunk of channels
+DEEP = 0.49  # of the waits for chunks are left where four of them are staged ahead
+BATCH_CLOCKS = 1180  # in which a thread loads a batch and stores it
+OTHERS = 0.65  # the other kernels' estimates are as much more optimistic, beyond what the forward's are
+# By rank, as in plan_phase_wgmma: extents of x, which networks mostly keep to powers of two.
+TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
+    1: ((64, 1, 256), (64, 1, 4096)),
+    2: ((64, 16, 16), (64, 64, 64), (64, 128, 128)),
+    3: ((32, 32, 32), (48, 48, 48), (64, 64, 64), (16, 32, 64)),
+}
+TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), (16, 16, 16), (32, 32, 32), (48, 48, 48))}
+FEW_POSITIONS = 410  # that a layer of many channels may have for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -206,6 +214,10 @@ class Work(phase_wgmma.Work):
         hops = (d // gcd(st, d) for st, d in zip(s.stride, s.dilation, strict=True))
         self.halo = tuple((taps - 1) * hop for taps, hop in zip(self.taps, hops, strict=True))
 
+    def typical_extents(self) -> tuple[Ints, ...]:
+        wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
+        return (TYPICAL_EXTENTS_OF_WIDE if wide else TYPICAL_EXTENTS)[self.shape.rank]
+
     def reach(self, tile: phase_wgmma.Tile) -> Ints:
         return self.halo
 
@@ -328,7 +340,7 @@ class Work(phase_wgmma.Work):
             words = piece * classes
         registers = self.registers(tile)
         assert registers is not None
-        units = prod(e + halo for e, halo in zip(box.extent, self.halo, strict=True)) * 2 * tile.k_steps // classes
+        units = box.items * 2 * tile.k_steps // classes
         batch = max(1, (registers[1] // 2 - (4 if runs else 12)) // max(words, 8))
         return ceil(units / (batch * (128 * tile.stagers - 32)))
 
@@ -370,10 +382,9 @@ class Work(phase_wgmma.Work):
         waits = stages * CHUNK_CLOCKS * (1 if tile.x_stages == 2 else DEEP) + BOX_CLOCKS
         at_once = tile.min_blocks * tile.workers // tile.team  # boxes of a multiprocessor
         clocks = busiest + OVERLAP * others + waits / at_once
-        if max(s.c_in, s.c_out) < WIDE:
-            return clocks
         # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
-        rounds = FEW_POSITIONS * s.c_out / (tile.rows * 8 * tile.tiles_c * at_once)
+        share = FEW_POSITIONS if max(s.c_in, s.c_out) >= WIDE else POSITIONS
+        rounds = share * s.c_out / (tile.rows * 8 * tile.tiles_c * at_once)
         return clocks * (1 + 0.5 / rounds)
 
 
@@ -385,7 +396,7 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     for bound, tile in sorted(((work.least_cost(tile), tile) for tile in tiles(work)), key=lambda pair: pair[0]):
         if best is not None and bound >= best[1]:
             break
-        cost = work.typical_cost(tile, device)
+        cost = work.typical_cost(tile, device, bound, best[1] if best else inf)
         if cost is not None and (best is None or cost < best[1]):
             best = tile, cost
     return best
@@ -406,6 +417,10 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
         (1, 2, 4),
         (False, True),
     ):
+        if merge_w and (work.taps[2] == 1 or shape.out_channels_last or tiles_m == 3):
+            continue
+        if deep and blocks > 1:
+            continue
         tile = Tile(
             workers=workers,
             stagers=stagers,
@@ -422,10 +437,6 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
             classes=classes,
             slot_classes=classes,
         )
-        if merge_w and (work.taps[2] == 1 or shape.out_channels_last or tiles_m == 3):
-            continue
-        if deep and blocks > 1:
-            continue
         if steps > 1 and (work.channels(tile) >= 2 * shape.c_in or tile.k_steps > MAX_K_STEPS):
             continue
         if work.columns(tile) > MAX_COLUMNS:
