@@ -22,7 +22,6 @@ SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 KERNEL = (
     *SANITIZE,
     "-fno-sanitize=null,object-size,pointer-overflow",  # what memory.cpp finds at the access, for a third of the time
-    "-fno-sanitize-address-use-after-scope",  # a third of the accesses that are checked are to a thread's own arrays
     "-O0" if DEBUG else "-Og",  # above it compilation takes longer than the tests save
     "-w",  # unroll pragmas and such are the CUDA compiler's business
     "--param=asan-instrumentation-with-call-threshold=0",  # a call for every access, which memory.cpp takes over
