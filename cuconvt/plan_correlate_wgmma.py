@@ -189,6 +189,8 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
 class Work(phase_wgmma.Work):
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
+    extents, extents_of_wide = TYPICAL_EXTENTS, TYPICAL_EXTENTS_OF_WIDE
+
     def __init__(self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None):
         g = geometry
         self.shape = Shape(
@@ -213,10 +215,6 @@ class Work(phase_wgmma.Work):
         self.taps = tuple(-(-k // step) for k, step in zip(s.kernel, self.steps, strict=True))  # of a class, at most
         hops = (d // gcd(st, d) for st, d in zip(s.stride, s.dilation, strict=True))
         self.halo = tuple((taps - 1) * hop for taps, hop in zip(self.taps, hops, strict=True))
-
-    def typical_extents(self) -> tuple[Ints, ...]:
-        wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
-        return (TYPICAL_EXTENTS_OF_WIDE if wide else TYPICAL_EXTENTS)[self.shape.rank]
 
     def reach(self, tile: phase_wgmma.Tile) -> Ints:
         return self.halo

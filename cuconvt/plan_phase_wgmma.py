@@ -343,6 +343,8 @@ class Shape:
 class Work:
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
+    extents, extents_of_wide = TYPICAL_EXTENTS, TYPICAL_EXTENTS_OF_WIDE
+
     def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout):
         g = geometry
         self.shape = Shape(
@@ -601,17 +603,14 @@ class Work:
         rounds = POSITIONS * boxes / (tile.rows * tile.min_blocks * tile.workers // tile.team)
         return self.clocks(tile, box) * boxes * (1 + 0.5 / rounds)
 
-    def typical_extents(self) -> tuple[Ints, ...]:
-        """Return extents of positions that problems of this kind may have."""
-        wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
-        return (TYPICAL_EXTENTS_OF_WIDE if wide else TYPICAL_EXTENTS)[self.shape.rank]
-
     def typical_cost(self, tile: Tile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
         """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits.
 
         Also None as soon as the mean must exceed `limit`, as no extents take less than `least`.
         """
-        logarithms, typical_extents = 0.0, self.typical_extents()
+        logarithms = 0.0
+        wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
+        typical_extents = (self.extents_of_wide if wide else self.extents)[self.shape.rank]
         for left, extents in zip(range(len(typical_extents))[::-1], typical_extents, strict=True):
             # With padding, the first and the last position have some of the outputs where no phase is late.
             more = self.shape.late[2] if tile.join_w else 0
