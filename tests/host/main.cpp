@@ -12,7 +12,10 @@
 
 #include "internal.h"
 
-extern "C" const char* __asan_default_options() { return "abort_on_error=1:detect_leaks=0:malloc_context_size=1"; }
+// Nothing is kept from reuse: a launch's memory is freed after its last block.
+extern "C" const char* __asan_default_options() {
+    return "abort_on_error=1:detect_leaks=0:malloc_context_size=0:quarantine_size_mb=0:thread_local_quarantine_size_kb=0";
+}
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 
 namespace {

@@ -32,8 +32,6 @@ Thread threads[MAX_THREADS];
 unsigned thread_count;
 Body body;
 void* scheduler_stack_pointer;
-const void* scheduler_stack;
-size_t scheduler_stack_size;
 
 char* stack_of(unsigned thread) {
     constexpr size_t ALL = MAX_THREADS * (GUARD + STACK);
@@ -103,7 +101,6 @@ void* new_fiber(char* stack, void (*entry)()) {
 #endif
 
 void entry() {
-    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
     body();
     suspend(RETURNED);
 }
@@ -111,10 +108,7 @@ void entry() {
 void resume(unsigned thread) {
     current = thread;
     threadIdx = {thread, 0, 0};
-    void* fake_stack;
-    __sanitizer_start_switch_fiber(&fake_stack, stack_of(thread), STACK);
     host_switch(&scheduler_stack_pointer, threads[thread].stack_pointer);
-    __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
 
 std::vector<unsigned> threads_in(State state) {
@@ -129,10 +123,7 @@ std::vector<unsigned> threads_in(State state) {
 void suspend(State state) {
     Thread& me = threads[current];
     me.state = state;
-    void* fake_stack;
-    __sanitizer_start_switch_fiber(&fake_stack, scheduler_stack, scheduler_stack_size);
     host_switch(&me.stack_pointer, scheduler_stack_pointer);
-    __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
 
 void wake(unsigned thread) { threads[thread].state = READY; }
