@@ -23,6 +23,7 @@ from fixed_cases import FIXED
 from harness import check
 from host.backend import launch, on_host, plan_family
 from host.build import HERE, why_not
+from host.execute import KernelError
 from hypothesis import given, seed, settings
 from shipped import OF_THE_PROBLEM, SIMT, shipped
 from special import check_denormals, check_infinities, check_scales
@@ -416,3 +417,23 @@ def test_shuffles_votes_and_static_shared_memory() -> None:
     odd = np.repeat((values.reshape(3, 32) & 1).sum(1), 32)
     assert (out == values.sum()).all()
     assert np.array_equal(votes, (values > 0).sum() + odd)
+
+
+UNDEFINED = "undefined behaviour|runtime error"  # the latter with HOST_DEBUG=1
+MISBEHAVIOUR = {
+    "a sum that overflows": UNDEFINED,
+    "a shift by the width": UNDEFINED,
+    "an index past a local array": UNDEFINED,
+    "a pointer past a local array": "stack-buffer-overflow",
+    "a local that is gone": "stack-use-after-scope",
+    "a pair of words at an odd word": "misaligned address",
+}
+
+
+@pytest.mark.parametrize("name", MISBEHAVIOUR)
+def test_misbehaviour_is_caught(name: str) -> None:
+    number, out = np.full(4, list(MISBEHAVIOUR).index(name), np.int32), np.empty(1, np.int32)
+    with pytest.raises(KernelError, match=MISBEHAVIOUR[name]) as caught:
+        launch("twins.cu", "misbehave", 32, {"of": number, "out": out})
+    assert "in kernel misbehave, block 0 of 1, thread 17 of 32" in str(caught.value)
+    assert re.search(r"twins\.cu:\d+", str(caught.value)), "the report gives no line"

@@ -34,6 +34,11 @@ void print_place() {
             host::current, blockDim.x);
 }
 
+// UndefinedBehaviorSanitizer's checks are no more than an instruction, unless compiled for debugging.
+void on_undefined_behaviour(int) {
+    host::fail("undefined behaviour, such as an overflow, a shift too far or an index past an array: HOST_DEBUG=1 says which");
+}
+
 void on_abort(int) {  // the sanitizers end a process so
     print_place();
     _exit(1);
@@ -136,6 +141,7 @@ void fail(const char* format, ...) {
 
 int main(int count, char** values) {
     signal(SIGABRT, on_abort);
+    signal(SIGILL, on_undefined_behaviour);
     kernel = named(values[0]);
     if (count > 1) {
         FILE* job = fopen(values[1], "rb");

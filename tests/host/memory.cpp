@@ -374,9 +374,15 @@ static inline bool is_sound_on_stack(uintptr_t address, size_t size) {
     return !valid || (signed char)((address & 7) + size) <= valid;
 }
 
+[[noreturn]] static void fail_misaligned(uintptr_t address, size_t size) {
+    host::fail("accesses %zu bytes at the misaligned address %#zx", size, address);
+}
+
+// Of a type with less alignment, the compiler calls the function for any size.
 #define HOST_ACCESS(kind, size, write)                              \
     extern "C" void __real___asan_##kind##size(uintptr_t address);  \
     extern "C" void __wrap___asan_##kind##size(uintptr_t address) { \
+        if (address % size) fail_misaligned(address, size);         \
         if (is_sound_on_stack(address, size)) return;               \
         if (host::check(address, size, write)) return;              \
         __real___asan_##kind##size(address);                        \

@@ -92,3 +92,29 @@ extern "C" __global__ void sum_of_block(const int* values, int* out, int* votes)
     const int before = __shfl_up_sync(0xffffffffu, (int)odd, 1), next = __shfl_down_sync(0xffffffffu, sum, 1, 8);
     votes[threadIdx.x] = __syncthreads_count(values[threadIdx.x] > 0) + __popc(odd) * (before == (int)odd) * (next == sum);
 }
+
+// What one thread must not do, by its number; `of` is that number, so that the compiler cannot tell what will happen.
+extern "C" __global__ void misbehave(const int* of, int* out) {
+    int local[4] = {1, 2, 3, 4};
+    const int what = *of;
+    if (threadIdx.x != 17) return;
+    if (what == 0) *out = 0x7fffffff + (what + 1);
+    if (what == 1) *out = 1 << (what + 31);
+    if (what == 2) *out = local[what + 2];
+    if (what == 3) {
+        const int* past = local + what;
+        *out = *(past + what);
+    }
+    if (what == 4) {
+        const int* gone;
+        {
+            int inner[2] = {what, what};
+            gone = inner + what % 2;
+        }
+        *out = *gone;
+    }
+    if (what == 5) {
+        const int2 pair = *reinterpret_cast<const int2*>(of + what % 2);
+        *out = pair.x + pair.y;
+    }
+}
