@@ -68,6 +68,7 @@ class Tile:
     half_k: bool
     hold_weights: bool
     min_blocks: int
+    groups: int = 1  # that a warp takes at once; of two, each has one piece of the input and one eight of the output
 
     @property
     def cells(self) -> int:
@@ -90,7 +91,7 @@ def plan_narrow_groups(
     extents = tuple(-(-o // s) for o, s in zip(geometry.out_extent, geometry.stride, strict=True))
     vector = _out_vector(geometry, layout, work)
     tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
-    sets = geometry.groups * tiles_c
+    sets = geometry.groups // tile.groups * tiles_c
     box = work.best_box(tile, extents, device, geometry.n * sets, vector)
     if box is None:
         return Refusal("narrow_groups", "the box of this tile does not fit into shared memory")
@@ -117,6 +118,7 @@ def plan_narrow_groups(
         ),
         ("TILES_M", tile.tiles_m),
         ("TILES_C", tile.tiles_c),
+        ("GROUPS", tile.groups),
         ("K_STEPS", tile.k_steps),
         ("HALF_K", int(tile.half_k)),
         ("HOLD_WEIGHTS", int(tile.hold_weights)),
@@ -129,7 +131,7 @@ def plan_narrow_groups(
     # A second launch takes longer than a small problem's blocks take to gather their weights.
     rounds = -(-boxes * sets // (device.multiprocessors * tile.min_blocks))
     packs = rounds > 1 or work.clocks(tile, box, vector) > SMALL
-    whole = geometry.c_in_per_group == work.chunk(tile)  # vectors of channels are whole pieces
+    whole = tile.groups * geometry.c_in_per_group == work.chunk(tile)  # vectors of channels are whole pieces
     return Plan(
         kernel="narrow_groups",
         defines=defines,
@@ -184,25 +186,29 @@ def widest_vector(stride: int, itemsize: int) -> int:
     return vector
 
 
+def _channels_stored(geometry: Geometry, layout: Layout, channels: int) -> bool:
+    """Whether so many channels of a channels-last result may be stored at once."""
+    whole = geometry.c_out_per_group % channels == 0 and _others_divisible(layout.out, 1, channels)
+    return layout.out_aligned and layout.out[1] == 1 and whole
+
+
 def _out_vector(geometry: Geometry, layout: Layout, work: Work) -> bool:
     """Whether the result may be stored a vector at a time: pairs of channels, or outputs of a row."""
     if layout.out_channels_last:
-        groups_aligned = geometry.groups == 1 or geometry.c_out_per_group % 2 == 0
-        even = geometry.c_out_per_group % 2 == 0
-        return (
-            layout.out_aligned
-            and groups_aligned
-            and even
-            and layout.out[1] == 1
-            and _others_divisible(layout.out, 1, 2)
-        )
+        return _channels_stored(geometry, layout, 2)
     vector = widest_vector(geometry.stride[2], work.itemsize)
     whole_rows = geometry.out_extent[2] % vector == 0 and _others_divisible(layout.out, 4, vector)
     return vector > 1 and layout.out_aligned and layout.out[4] == 1 and whole_rows
 
 
 def _way_to_store(geometry: Geometry, layout: Layout, work: Work, tile: Tile, box: Ints, vector: bool) -> int:
-    """Return how a result is stored: 1 a vector at a time, 2 in windows of rows that start anywhere, 0 one by one."""
+    """Return how a result is stored.
+
+    1 is a vector at a time, 2 windows of rows that start anywhere or, channels-last, both eights of a tile at once, and
+    0 one by one.
+    """
+    if work.stores_both_eights(tile):
+        return 2 if _channels_stored(geometry, layout, 4) else int(vector)
     straight = box[2] % tile.cells == 0 and layout.out[4] == 1 and not layout.out_channels_last
     # Others are bound by instructions.
     pays = work.itemsize == 4 and work.products == 1 and tile.cells * work.stride[2] >= LONG_RUN
@@ -225,10 +231,12 @@ class Work:
     products: int
     x_channels_last: bool
     out_channels_last: bool
+    half_sectors: bool  # a group's channels of the result are half a sector of memory, and groups may be taken in pairs
 
     @classmethod
     def of_problem(cls, geometry: Geometry, dtype: str, precision: str | None, layout: Layout) -> Work:
         g = geometry
+        half_sectors = layout.out_channels_last and dtype != "float32" and g.c_out_per_group == 8
         return cls(
             g.rank,
             g.kernel,
@@ -241,6 +249,7 @@ class Work:
             3 if precision == "tf32x3" else 1,
             layout.x_channels_last,
             layout.out_channels_last,
+            half_sectors and g.groups % 2 == 0,
         )
 
     @functools.cached_property
@@ -266,7 +275,7 @@ class Work:
 
     def pieces(self, tile: Tile) -> int:
         """16-byte pieces of a position's channels."""
-        return 1 if tile.half_k else 2 * tile.k_steps
+        return tile.groups if tile.half_k else 2 * tile.k_steps
 
     def chunk(self, tile: Tile) -> int:
         """Input channels that these hold."""
@@ -284,6 +293,10 @@ class Work:
         turned = 0 if self.out_channels_last else 8 * at_residue(tile.cells * self.stride[2], 4, 16)
         weights = 0 if tile.hold_weights else self.fragments(tile) * 32 * self.words(tile)
         return staged * self.parts * self.pieces(tile) * 16 + 4 * (WARPS * turned + weights)
+
+    def stores_both_eights(self, tile: Tile) -> bool:
+        """Whether lanes may exchange channels, so that they store whole sectors of memory."""
+        return self.out_channels_last and self.itemsize == 2 and tile.tiles_c == 2
 
     def accumulators(self, tile: Tile) -> int:
         return 4 * self.live * tile.tiles_m * tile.tiles_c
@@ -328,7 +341,7 @@ class Work:
             count = prod(-(-e // b) for e, b in zip(extents, box, strict=True))
             logarithms += log(self.clocks(tile, box, False) * count / prod(extents))
         mean = exp(logarithms / len(TYPICAL_EXTENTS[self.rank]))
-        return COMPARED * mean * -(-self.c_out // (8 * tile.tiles_c))
+        return COMPARED * mean * -(-self.c_out // (8 * tile.tiles_c)) / tile.groups
 
     def clocks(self, tile: Tile, box: Ints, vector: bool) -> float:
         """Estimate a multiprocessor's clocks for one box and one tile of channels."""
@@ -341,24 +354,23 @@ class Work:
         weights = 0 if tile.hold_weights else self.fragments(tile) / tile.tiles_m
         tensor = rows * products * MMA_CLOCKS
         # Of shared memory and the L1 cache, 128 bytes a clock.
-        shared = rows * (loads * (2 if tile.half_k else 4) + weights * self.words(tile))
+        c_in = tile.groups * self.c_in
+        shared = rows * (loads * (2 if self.pieces(tile) == 1 else 4) + weights * self.words(tile))
         shared += rows * values * (4 if self.out_channels_last else 3.5)
-        shared += (
-            staged * (self.c_in * (0.5 if self.x_channels_last else 1.3) + self.parts * self.pieces(tile) * 4) / 32
-        )
+        shared += staged * (c_in * (0.5 if self.x_channels_last else 1.3) + self.parts * self.pieces(tile) * 4) / 32
         a_value = 5 if self.out_channels_last else 3 if vector else 6 if self.itemsize == 4 else 7
         a_product = 1.3 if self.products == 1 else 2
         issue = rows * (a_product * products + loads + weights + values * a_value + 330 / tile.tiles_m)
-        issue += staged * (self.c_in * (1 if self.x_channels_last else 3) + 15 * self.parts) / 32
+        issue += staged * (c_in * (1 if self.x_channels_last else 3) + 15 * self.parts) / 32
         # A row starts and ends within sectors, which others write, too.
-        cells, channels = prod(box), min(self.c_out, 8 * tile.tiles_c)
+        cells, channels = prod(box), min(tile.groups * self.c_out, 8 * tile.tiles_c)
         sector = 32 / self.itemsize
         if self.out_channels_last:
             ragged = max(1, sector / channels)
         else:
             ragged = 1 if vector else 1 + ROW_ENDS / (box[2] * self.stride[2])
         memory = cells * prod(self.stride) * channels * self.itemsize * ragged / MEMORY_BYTES_A_CLOCK
-        l2 = staged * self.c_in * self.itemsize / L2_BYTES_A_CLOCK
+        l2 = staged * c_in * self.itemsize / L2_BYTES_A_CLOCK
         units = (tensor, shared, l2, memory, issue / INSTRUCTIONS_A_CLOCK)
         busy = max(units) + OVERLAP * (sum(units) - max(units))
         return busy * (1 + ALONE / tile.min_blocks) + BOX_CLOCKS / tile.min_blocks
@@ -387,10 +399,11 @@ def tiles(work: Work) -> Iterator[Tile]:
     half_k = work.itemsize == 2 and work.c_in <= 8
     k_steps = 1 if half_k else -(-work.c_in // (32 // work.itemsize))
     eights = -(-work.c_out // 8)
-    for tiles_c, tiles_m, hold, blocks in itertools.product(
-        sorted({1, min(2, eights)}), (1, 2, 4), (False, True), (2, 3, 4)
+    pairs = half_k and work.half_sectors
+    for (tiles_c, groups), tiles_m, hold, blocks in itertools.product(
+        [*((c, 1) for c in sorted({1, min(2, eights)})), *[(2, 2)] * pairs], (1, 2, 4), (False, True), (2, 3, 4)
     ):
-        tile = Tile(tiles_m, tiles_c, k_steps, half_k, hold, blocks)
+        tile = Tile(tiles_m, tiles_c, k_steps, half_k, hold, blocks, groups)
         if hold and work.fragments(tile) * work.words(tile) > MAX_HELD:
             continue
         if work.fragments(tile) * tiles_m * work.products > MAX_UNROLLED or work.accumulators(tile) > MAX_ACCUMULATORS:

@@ -76,6 +76,16 @@ __device__ __forceinline__ void store_vector(const Pack<float, N>& values, Store
     }
 }
 
+// ---- lanes of a warp -----------------------------------------------------------------------------------------------
+
+// Of two lanes `apart`, the first receives what both have as `first`, and the second what both have as `second`.
+__device__ __forceinline__ void exchange(unsigned& first, unsigned& second, int apart) {
+    const bool is_second = threadIdx.x & apart;
+    const unsigned received = __shfl_xor_sync(~0u, is_second ? first : second, apart);
+    first = is_second ? received : first;
+    second = is_second ? second : received;
+}
+
 // ---- small arithmetic ----------------------------------------------------------------------------------------------
 
 __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }

@@ -5,7 +5,8 @@
 // outputs of all three axes are computed together, from the same inputs. Along an axis, tap k reaches the outputs whose
 // residue modulo STRIDE is residue(k) and reads x at t + pad / STRIDE + offset(k).
 //
-// A block takes one box of cells after the other, all of one group. It stages x as planes of 16-byte pieces,
+// A block takes one box of cells after the other, all of one group, or of two where eight channels of 16 bits of each are half a
+// sector of memory. It stages x as planes of 16-byte pieces,
 // [part][piece][position], a piece being 4 channels (float32) or 8 (16 bits) of one position, rounded to TF32 or split.
 // From there on each warp is on its own: it takes 16 cells at a time, whose positions are the rows of an mma, wherever in the
 // box they lie; it loads each shift of them once (`ldmatrix`), multiplies it by the weights of all taps that read this shift,
@@ -48,6 +49,9 @@
 #endif
 #ifndef TILES_C  // eights of output channels
 #define TILES_C 1
+#endif
+#ifndef GROUPS  // that a warp takes at once: 1 or, of one piece and one eight of output channels each, 2
+#define GROUPS 1
 #endif
 #ifndef K_STEPS  // pairs of pieces of input channels
 #define K_STEPS 1
@@ -107,9 +111,9 @@ constexpr int TILE_C = 8 * TILES_C;
 constexpr int CELLS = 16 * TILES_M;  // of a warp at a time
 
 constexpr int PIECE = 16 / (int)sizeof(Stored);  // channels
-constexpr int PIECES = HALF_K ? 1 : 2 * K_STEPS;
+constexpr int PIECES = HALF_K ? GROUPS : 2 * K_STEPS;
 constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // high and low
-constexpr int BATCH = PIECES * PIECE > 8 ? 1 : 2;  // positions that a thread loads before it stores the first
+constexpr int BATCH = PIECES * PIECE > 8 * GROUPS ? 1 : 2;  // positions that a thread loads before it stores the first
 
 // Weights in fragment order: [tap][k step][8 channels][lane][word].
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
@@ -125,15 +129,16 @@ constexpr int CHANNEL = at_residue(RUN, 4, 16);
 constexpr int TURNED = OUT_CHANNELS_LAST ? 0 : 8 * CHANNEL;  // words
 
 // Outputs of a row or, channels-last, channels that are stored at once where the result is aligned for it: parts of a cell, or whole
-// cells.
+// cells. Lanes exchange channels of two eights of 16 bits, since one eight is half a sector of memory.
 __host__ __device__ constexpr int widest_vector() {
-    if (OUT_CHANNELS_LAST) return 2;
+    if (OUT_CHANNELS_LAST) return TILES_C == 2 && sizeof(Stored) == 2 ? 4 : 2;
     int vector = 16 / (int)sizeof(Stored);
     while (STRIDE_W % vector && vector % STRIDE_W) vector /= 2;
     return vector;
 }
 
 static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
+static_assert(GROUPS == 1 || (GROUPS == 2 && HALF_K && TILES_C == 2), "a piece and an eight of each group");
 
 constexpr Index OUTSIDE = (Index)(INDEX64 ? 1ll << 46 : -(1ll << 31));  // an offset that no element has
 
@@ -211,7 +216,7 @@ __device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
     }
 }
 
-// Loads a position's channels, or those that exist, before any is used.
+// Loads a position's channels, or those that exist, before any is used. Of two groups, each has a piece.
 template <bool VECTOR>
 __device__ __forceinline__ void load(Channels (&c)[PIECES], const Stored* from, bool inside, const Problem& p) {
     const Index step = (Index)p.x_stride[1];
@@ -224,7 +229,8 @@ __device__ __forceinline__ void load(Channels (&c)[PIECES], const Stored* from, 
         } else {
 #pragma unroll
             for (int i = 0; i < PIECE; ++i)
-                if (inside && piece * PIECE + i < (int)p.c_in) c[piece].value[i] = from[(piece * PIECE + i) * step];
+                if (inside && (GROUPS == 2 ? i : piece * PIECE + i) < (int)p.c_in)
+                    c[piece].value[i] = from[(GROUPS == 2 ? piece * (int)p.c_in + i : piece * PIECE + i) * step];
         }
     }
 }
@@ -264,15 +270,15 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Block& b
 
 typedef float Sums[TILES_M][LIVE][TILES_C][4];
 
-// Sixteen positions of x: their parts.
+// Sixteen positions of x: their parts, each of one piece or of two.
 struct Rows {
-    unsigned word[PARTS][HALF_K ? 2 : 4];
+    unsigned word[PARTS][PIECES == 1 ? 2 : 4];
 };
 
 __device__ __forceinline__ void load_rows(Rows& rows, const Piece* from, int plane) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-#if HALF_K
+#if HALF_K && GROUPS == 1
         load_matrix_x2(rows.word[part], from + part * PIECES * plane);
 #else
         load_matrix_x4(rows.word[part], from + part * PIECES * plane);
@@ -280,7 +286,12 @@ __device__ __forceinline__ void load_rows(Rows& rows, const Piece* from, int pla
     }
 }
 
-__device__ __forceinline__ void multiply_add(float (&sum)[4], const Rows& a, const Fragment& b) {
+// Adds the products for one eight of output channels: of two groups, for the group of this number.
+__device__ __forceinline__ void multiply_add(float (&sum)[4], const Rows& a, const Fragment& b, int eight) {
+#if HALF_K
+    const int word = GROUPS == 2 ? 2 * eight : 0;
+    const unsigned rows[2] = {a.word[0][word], a.word[0][word + 1]};
+#endif
 #if PRECISION == TF32X3
     // The tensor core truncates its sums: three products start from zero, and an ordinary addition collects them. The small
     // ones come first.
@@ -295,11 +306,11 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const Rows& a, con
 #elif PRECISION == TF32
     mma_m16n8k8_tf32(sum, a.word[0], b.value, sum);
 #elif DTYPE == FLOAT16 && HALF_K
-    mma_m16n8k8_f16(sum, a.word[0], b.value, sum);
+    mma_m16n8k8_f16(sum, rows, b.value, sum);
 #elif DTYPE == FLOAT16
     mma_m16n8k16_f16(sum, a.word[0], b.value, sum);
 #elif HALF_K
-    mma_m16n8k8_bf16(sum, a.word[0], b.value, sum);
+    mma_m16n8k8_bf16(sum, rows, b.value, sum);
 #else
     mma_m16n8k16_bf16(sum, a.word[0], b.value, sum);
 #endif
@@ -363,7 +374,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Lane& own, const Weig
                                 for (int c = 0; c < TILES_C; ++c) {
                                     const Fragment b = weights((tap * K_STEPS + k) * TILES_C + c);
 #pragma unroll
-                                    for (int m = 0; m < TILES_M; ++m) multiply_add(sums[m][set][c], rows[m], b);
+                                    for (int m = 0; m < TILES_M; ++m) multiply_add(sums[m][set][c], rows[m], b, c);
                                 }
                             }
                         }
@@ -384,7 +395,34 @@ __device__ __forceinline__ float sum_of(const Sums& sums, const float (&bias)[TI
 }
 
 #if OUT_CHANNELS_LAST
-// The four lanes that share a row have eight channels that follow each other.
+// The four lanes that share a row have eight channels that follow each other, two each.
+template <int VECTOR>
+__device__ __forceinline__ void store_channels(const float (&two)[TILES_C][2], int channels, bool inside, Stored* to, const Problem& p) {
+#pragma unroll
+    for (int c = 0; c < TILES_C; ++c) {
+        const int channel = c * 8 + threadIdx.x % 4 * 2, left = inside ? channels - channel : 0;
+        if (VECTOR == 2) {
+            const Pack<float, 2> both = {two[c][0], two[c][1]};
+            if (left > 0) store_vector(both, to + channel);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (i < left) narrow(two[c][i], to[(channel + i) * (Index)p.out_stride[1]]);
+        }
+    }
+}
+
+// Of two eights of 16 bits, lanes exchange channels, so that one instruction stores both: afterwards lanes 0 and 2 have four of the
+// first, and 1 and 3 of the second.
+__device__ __forceinline__ void store_two_eights(const float (&two)[TILES_C][2], int channels, bool inside, Stored* to) {
+    const int channel = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
+    unsigned words[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) words[c] = narrow_two<Stored>(two[c % TILES_C][0], two[c % TILES_C][1]);
+    exchange(words[0], words[1], 1);
+    if (inside && channel < channels) store_words(to + channel, words);
+}
+
 template <int VECTOR>
 __device__ __forceinline__ void store(float*, const Sums& sums, const float (&bias)[TILES_C][2], int first, int cells, int channels,
                                       const Block& b, Stored* out, const Problem& p) {
@@ -392,33 +430,31 @@ __device__ __forceinline__ void store(float*, const Sums& sums, const float (&bi
 #pragma unroll
     for (int half = 0; half < 2 * TILES_M; ++half) {
         const int index = first + half * 8 + lane / 4;
-        if (index >= cells) continue;
+        if (VECTOR <= 2 && index >= cells) continue;  // all lanes take part where they exchange
         const Cell cell = cell_of(index, p);
         const Index d = (b.d + cell.d) * STRIDE_D, h = (b.h + cell.h) * STRIDE_H, w = (b.w + cell.w) * STRIDE_W;
         Stored* const to = out + d * (Index)p.out_stride[2] + h * (Index)p.out_stride[3] + w * (Index)p.out_stride[4];
 #pragma unroll
         for (int line = 0; line < STRIDE_D * STRIDE_H; ++line) {
             const int r_h = line % STRIDE_H, r_d = line / STRIDE_H;
-            if (!within(d + r_d, p.out_extent[0]) || !within(h + r_h, p.out_extent[1])) continue;
+            const bool in_line = index < cells && within(d + r_d, p.out_extent[0]) && within(h + r_h, p.out_extent[1]);
+            // A branch, which also keeps the compiler from working out all addresses at once.
+            if (VECTOR <= 2 ? !in_line : !__any_sync(~0u, in_line)) continue;
             Stored* here = to + r_d * (Index)p.out_stride[2] + r_h * (Index)p.out_stride[3];
 #pragma unroll
             for (int r_w = 0; r_w < STRIDE_W; ++r_w) {
+                float two[TILES_C][2];
 #pragma unroll
-                for (int c = 0; c < TILES_C; ++c) {
-                    Pack<float, 2> two;
+                for (int c = 0; c < TILES_C; ++c)
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        two.value[i] = sum_of(sums, bias, half / 2, CellsD::live(r_d), CellsH::live(r_h), CellsW::live(r_w), c,
-                                              half % 2 * 2 + i);
-                    const int channel = c * 8 + lane % 4 * 2;
-                    const int left = within(w + r_w, p.out_extent[2]) ? channels - channel : 0;
-                    if (VECTOR == 2) {
-                        if (left > 0) store_vector(two, here + channel);
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < 2; ++i)
-                            if (i < left) narrow(two.value[i], here[(channel + i) * (Index)p.out_stride[1]]);
-                    }
+                        two[c][i] = sum_of(sums, bias, half / 2, CellsD::live(r_d), CellsH::live(r_h), CellsW::live(r_w), c,
+                                           half % 2 * 2 + i);
+                const bool inside = in_line && within(w + r_w, p.out_extent[2]);
+                if constexpr (VECTOR > 2) {
+                    store_two_eights(two, channels, inside, here);
+                } else {
+                    store_channels<VECTOR>(two, channels, inside, here, p);
                 }
                 here += (Index)p.out_stride[4];
             }
@@ -566,15 +602,15 @@ __device__ __forceinline__ void store(float* turned, const Sums& sums, const flo
 
 // ---- weights -----------------------------------------------------------------------------------------------------------
 
-// What a lane holds of fragment [tap][k step][8 channels] of a group's tile of output channels.
+// What a lane holds of fragment [tap][k step][8 channels] of a group's tile of output channels, or of two groups' eights.
 __device__ __forceinline__ Fragment fragment_of(const Stored* weight, unsigned set, int index, int lane, const Problem& p) {
     constexpr int CHANNELS_A_WORD = 4 / (int)sizeof(Stored);
     const unsigned group = set / (unsigned)p.tiles[3], tile_c = set % (unsigned)p.tiles[3];
     const int eight = index % TILES_C, step = index / TILES_C % K_STEPS, tap = index / TILES_C / K_STEPS;
     const int tap_w = tap % KERNEL_W, tap_h = tap / KERNEL_W % KERNEL_H, tap_d = tap / KERNEL_W / KERNEL_H;
-    const int co = (int)tile_c * TILE_C + eight * 8 + lane / 4;
-    weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] + tap_d * p.weight_stride[2] +
-              tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
+    const int co = (int)tile_c * TILE_C + (GROUPS == 2 ? 0 : eight * 8) + lane / 4;
+    weight += p.weight_first + (GROUPS == 2 ? 2 * group + eight : group) * p.weight_group_stride + co * p.weight_stride[1] +
+              tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
     Fragment fragment;
 #pragma unroll
     for (int i = 0; i < (HALF_K ? 1 : 2); ++i) {
@@ -604,10 +640,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Fragment* const slots = reinterpret_cast<Fragment*>(turned + WARPS * TURNED);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    // A block's boxes are all of one group and one tile of channels, which therefore run fastest.
-    const unsigned sets = (unsigned)(p.groups * p.tiles[3]), set = blockIdx.x % sets;
-    const long long group = set / (unsigned)p.tiles[3];
-    const int tile_c = (int)(set % (unsigned)p.tiles[3]), channels = min(TILE_C, (int)p.c_out - tile_c * TILE_C);
+    // A block's boxes are all of one group, or two, and one tile of channels, which therefore run fastest.
+    const unsigned sets = (unsigned)(p.groups / GROUPS * p.tiles[3]), set = blockIdx.x % sets;
+    const long long group = GROUPS * (set / (unsigned)p.tiles[3]);  // or the first of two
+    const int tile_c = (int)(set % (unsigned)p.tiles[3]), channels = min(TILE_C, GROUPS * (int)p.c_out - tile_c * TILE_C);
     x += group * p.c_in * p.x_stride[1];
     out += (group * p.c_out + tile_c * TILE_C) * p.out_stride[1];
 
@@ -657,7 +693,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
             for (int m = 0; m < TILES_M; ++m) {
                 const Cell cell = cell_of(min(first + m * 16 + lane % 16, cells - 1), p);
-                own.from[m] = box + (HALF_K ? 0 : lane / 16 * s.plane) + (cell.d * s.h + cell.h) * s.w + cell.w;
+                own.from[m] = box + (PIECES == 1 ? 0 : lane / 16 * s.plane) + (cell.d * s.h + cell.h) * s.w + cell.w;
                 own.d[m] = first_d(b, p) + cell.d;
                 own.h[m] = first_h(b, p) + cell.h;
                 own.w[m] = first_w(b, p) + cell.w;
@@ -675,7 +711,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                             sums[m][live][c][i] = FEW_REGISTERS ? two[c][i % 2] : on_its_own(two[c][i % 2]);
             multiply(sums, own, weights, s, p);
             Stored* const to = out + b.n * p.out_stride[0];
-#if !OUT_CHANNELS_LAST
+#if OUT_CHANNELS_LAST
+            if (widest_vector() > 2 && p.out_vector == 1) {
+                store<2>(nullptr, sums, two, first, cells, channels, b, to, p);
+                continue;
+            }
+#else
             if (p.out_vector == 2) {
                 store_windows(turned + warp * TURNED, sums, two, first, cells, channels, b, to, p);
                 continue;
@@ -695,5 +736,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 extern "C" __global__ void narrow_groups_pack(const Stored* weight, Fragment* packed, const Problem p) {
     const long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
     const unsigned set = (unsigned)(index / (FRAGMENTS * 32)), lane_of_set = (unsigned)(index % (FRAGMENTS * 32));
-    if (set < p.groups * p.tiles[3]) packed[index] = fragment_of(weight, set, lane_of_set / 32, lane_of_set % 32, p);
+    if (set < p.groups / GROUPS * p.tiles[3]) packed[index] = fragment_of(weight, set, lane_of_set / 32, lane_of_set % 32, p);
 }

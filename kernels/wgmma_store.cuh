@@ -90,14 +90,6 @@ struct TwoChannels {
     float value[TILES_C][2];
 };
 
-// Of two lanes `apart`, the first receives what both have as `first`, and the second what both have as `second`.
-__device__ __forceinline__ void exchange(unsigned& first, unsigned& second, int apart) {
-    const bool is_second = threadIdx.x & apart;
-    const unsigned received = __shfl_xor_sync(~0u, is_second ? first : second, apart);
-    first = is_second ? received : first;
-    second = is_second ? second : received;
-}
-
 __device__ __forceinline__ void store_two(Stored* to, const TwoChannels& sums, int left, const Problem& p) {
     const int t = threadIdx.x % 4;
 #if OUT_VECTOR == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,16 @@ def cases() -> dict[str, dict[str, Any]]:
         fields = {"precision": precision, "device": device, "plan": plan_with(choose.randrange(100))}
         fields["index64"] = choose.random() < 0.2
         found[f"{index}-{precision or dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
+    for index, (rank, stride) in enumerate(itertools.product((1, 2, 3), (1, 2, 3))):
+        # Groups in pairs, which read and store whole sectors together.
+        choose = random.Random(index)
+        kernel = tuple(choose.randint(2, min(4, LARGEST_KERNEL[rank])) for _ in range(rank))
+        strides = (*(choose.randint(1, 2) for _ in range(rank - 1)), stride)
+        shifts = tuple(min(choose.randrange(s), k - 1) for k, s in zip(kernel, strides, strict=True))
+        channels, own = ((8, 8, 5)[index % 3], 8), {"groups": (2, 4)[index % 2], "shifts": shifts}
+        spec = Specialisation(kernel, strides, (1,) * rank, *channels, layouts(index % 4 < 3), LAST, **own)
+        fields = {"device": dataclasses.replace(DEVICES[90], multiprocessors=1), "plan": plan_with(index, groups=2)}
+        found[f"pairs-{rank}d-stride-{stride}"] = {"spec": spec, "dtype": KINDS[index % 2][0], **fields}
     return found
 
 
@@ -55,14 +66,15 @@ def layouts(last: bool) -> tuple[str, ...]:
     return LAST if last else NOT_LAST
 
 
-def plan_with(number: int) -> Callable[..., Plan]:
+def plan_with(number: int, groups: int = 1) -> Callable[..., Plan]:
     """Return a planner that takes one of a problem's tiles, whatever it costs."""
 
     def plan(
         family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
     ) -> Plan:
         turned, turned_layout = narrow._batch_as_depth(geometry, layout)
-        tiles = fitting_tiles(narrow.Work.of_problem(turned, dtype, precision, turned_layout), device)
+        every_tile = fitting_tiles(narrow.Work.of_problem(turned, dtype, precision, turned_layout), device)
+        tiles = [tile for tile in every_tile if tile.groups == groups] or every_tile
         tile = tiles[number % len(tiles)]
         return plan_tile(tile)(family, geometry, dtype, layout, precision, device)
 

@@ -92,6 +92,23 @@ def test_layout_of_out(cupy: Any, layout: str, dtype: str) -> None:
     check(dataclasses.replace(FIXED["kb73"], out_layout=layout), dtype, cupy)
 
 
+# A warp takes two groups of eight 16-bit channels at once.
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        case((2, 48, 5, 9, 37), 48, 3, 2, padding=1, groups=6, has_bias=True),
+        case((2, 10, 5, 7, 33), 16, (3, 2, 5), (1, 2, 3), padding=1, groups=2),
+        case((3, 32, 17, 45), 32, 3, padding=1, groups=4, dilation=2, has_bias=True),
+        case((5, 16, 301), 16, 5, 4, padding=1, output_padding=1, groups=2),
+    ],
+    ids=["3d", "3d-few-inputs", "2d", "1d"],
+)
+def test_channels_last_groups_in_pairs(cupy: Any, problem: Problem, dtype: str) -> None:
+    for x_layout in ("channels_last", "contiguous"):
+        check(dataclasses.replace(problem, x_layout=x_layout, out_layout="channels_last"), dtype, cupy)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("c_out", [3, 6, 12])
 def test_channels_beside_the_result_stay(cupy: Any, c_out: int, dtype: str) -> None:

@@ -52,7 +52,12 @@ def run_few_channels(sources: dict[str, str], problem: Problem = FEW_CHANNELS) -
 NARROW = case((2, 16, 3, 4, 32), 16, 3, 2, padding=1, groups=2, has_bias=True)
 
 
+NARROW_LAST = case(
+    (2, 32, 3, 3, 5), 32, 3, 2, padding=1, groups=4, has_bias=True, x_layout="channels_last", out_layout="channels_last"
+)  # in boxes that leave lanes without a cell
+
 OF_NARROW_GROUPS = plan_narrow_groups.Tile(2, 1, 1, False, False, 2)
+OF_TWO_GROUPS = plan_narrow_groups.Tile(1, 2, 1, True, False, 2, 2)
 
 
 def narrow_fault(before: str, after: str, caught_by: str) -> Fault:
@@ -60,6 +65,15 @@ def narrow_fault(before: str, after: str, caught_by: str) -> Fault:
         device, plan = Device(90, 1, DEVICES[90].shared_bytes), host_narrow_groups.plan_tile(OF_NARROW_GROUPS)
         with on_host("narrow_groups", device, "tf32", sources=sources, plan=plan):
             check(NARROW, "float32", precision="tf32")
+
+    return Fault(before, after, caught_by, "narrow_groups.cu", run)
+
+
+def two_groups_fault(before: str, after: str, caught_by: str) -> Fault:
+    def run(sources: dict[str, str]) -> None:
+        device, plan = Device(90, 1, DEVICES[90].shared_bytes), host_narrow_groups.plan_tile(OF_TWO_GROUPS)
+        with on_host("narrow_groups", device, sources=sources, plan=plan):
+            check(NARROW_LAST, "float16", calls=1)
 
     return Fault(before, after, caught_by, "narrow_groups.cu", run)
 
@@ -240,6 +254,17 @@ FAULTS = {
         "narrow(from[window], to[at + window])",
         "narrow(from[window], to[at + window + 1])",
         "heap-buffer-overflow|AddressSanitizer",
+    ),
+    "the first group's weights for both": two_groups_fault("2 * group + eight", "2 * group", VALUES),
+    "the first group's input for both": two_groups_fault("GROUPS == 2 ? 2 * eight : 0", "0", VALUES),
+    "pairs of groups one group apart": two_groups_fault("x += group * p.c_in", "x += group / GROUPS * p.c_in", VALUES),
+    "channels that lanes exchange in another order": two_groups_fault(
+        "threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4", "threadIdx.x % 4 * 4", VALUES
+    ),
+    "lanes that miss an exchange": two_groups_fault(
+        "if (VECTOR <= 2 && index >= cells) continue;",
+        "if (index >= cells) continue;",
+        "not all threads reach|different warp collectives",
     ),
     "wait with one group too many outstanding": phase_gemm_fault(
         "copy_async_wait<0>();", "copy_async_wait<1>();", "before the wait that covers"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from described import DEVICES, geometry_of, layout_of
-from harness import check
+from harness import call, check
 from host.backend import on_host
 from host.build import why_not
 from host_narrow_groups import plan_tile
-from strategies import Problem, case
+from strategies import DTYPES, Problem, case, place
 from test_plan import problem_of
 
 from cuconvt.plan import Plan
@@ -18,15 +20,24 @@ from cuconvt.plan_narrow_groups import Tile
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-ONE_BY_ONE, VECTORS, WINDOWS = 0, 1, 2
+ONE_BY_ONE, VECTORS, WINDOWS, BOTH_EIGHTS = 0, 1, 2, 2
 WIDE, NARROW = Tile(2, 1, 1, False, False, 2), Tile(1, 1, 1, False, True, 4)
 HALF = Tile(1, 1, 1, True, False, 4)
+TWO_EIGHTS, TWO_GROUPS = Tile(1, 2, 1, False, False, 2), Tile(1, 2, 1, True, True, 2, 2)
 EVEN = case((2, 16, 3, 4, 32), 12, 4, 2, padding=1, groups=2, has_bias=True)  # 64 outputs a row
 ODD = case((2, 16, 3, 4, 32), 12, 3, 2, padding=1, groups=2, has_bias=True)  # 63
 LONG = case((1, 8, 3, 96), 8, (3, 5), (1, 4), padding=(1, 2), has_bias=True)  # 381, in several boxes
 ONCE = case((1, 8, 3, 3, 36), 8, 3, padding=1)
 LAST = case((2, 16, 3, 4, 9), 16, 3, 2, groups=2, has_bias=True, x_layout="channels_last", out_layout="channels_last")
+LAST_ONCE = dataclasses.replace(LAST, stride=(1, 2, 1), x_layout="contiguous")
+LAST_OF_FIVE = dataclasses.replace(LAST, c_in_per_group=5, dilation=(1, 1, 2))
 MISALIGNED = case((2, 16, 3, 4, 32), 12, 4, 2, padding=1, groups=2, out_layout="misaligned")
+
+
+def wide(c_out: int, stride: int) -> Problem:
+    layouts = {"x_layout": "channels_last", "out_layout": "channels_last"}
+    return case((1, 32, 3, 4, 9), 2 * c_out, 3, stride, groups=2, has_bias=True, **layouts)
+
 
 STORED = {
     "vectors-of-two-cells": (EVEN, "float32", "tf32x3", WIDE, VECTORS),
@@ -38,12 +49,21 @@ STORED = {
     "one-by-one": (ODD, "bfloat16", None, HALF, ONE_BY_ONE),
     "one-by-one-of-three": (case((1, 8, 30), 8, 5, 3), "float32", "tf32x3", WIDE, ONE_BY_ONE),
     "pairs-of-channels": (LAST, "bfloat16", None, HALF, VECTORS),
+    "two-groups": (LAST, "bfloat16", None, TWO_GROUPS, BOTH_EIGHTS),
+    "two-groups-of-one-output-a-cell": (LAST_ONCE, "float16", None, TWO_GROUPS, BOTH_EIGHTS),
+    "two-groups-of-few-inputs": (LAST_OF_FIVE, "float16", None, TWO_GROUPS, BOTH_EIGHTS),
+    "two-eights": (wide(16, 2), "float16", None, TWO_EIGHTS, BOTH_EIGHTS),
+    "two-eights-of-several-tiles": (wide(24, 2), "bfloat16", None, TWO_EIGHTS, BOTH_EIGHTS),
+    "two-eights-of-one-output-a-cell": (wide(12, 1), "bfloat16", None, TWO_EIGHTS, BOTH_EIGHTS),
+    "two-eights-of-twelve-channels": (wide(12, 2), "float16", None, TWO_EIGHTS, BOTH_EIGHTS),
+    "two-eights-in-pairs-of-channels": (wide(10, 2), "bfloat16", None, TWO_EIGHTS, VECTORS),
+    "two-eights-one-by-one": (wide(11, 2), "float16", None, TWO_EIGHTS, ONE_BY_ONE),
 }
 
 
 def plan_of(problem: Problem, dtype: str, precision: str | None, tile: Tile) -> Plan:
     geometry = geometry_of(problem)
-    layout = layout_of(geometry, problem.x_layout == "channels_last")
+    layout = layout_of(geometry, problem.out_layout == "channels_last")
     return plan_tile(tile)("narrow_groups", geometry, dtype, layout, precision, DEVICES[90])
 
 
@@ -59,3 +79,13 @@ def test_results_are_stored(name: str) -> None:
 def test_misaligned_results_are_stored(dtype: str, precision: str | None, tile: Any) -> None:
     with on_host("narrow_groups", DEVICES[90], precision, plan=plan_tile(tile)):
         check(MISALIGNED, dtype, precision=precision)
+
+
+def test_a_group_does_not_see_the_other_one() -> None:
+    """An infinity times a weight of zero would be a NaN."""
+    x, weight, _ = LAST.arrays(DTYPES["float16"])
+    x[:, :8] = np.inf
+    with on_host("narrow_groups", DEVICES[90], plan=plan_tile(TWO_GROUPS)):
+        result = call(LAST, place(x, 3, "channels_last")[0], weight)
+    assert not np.isfinite(result[:, :8]).any()
+    assert np.isfinite(result[:, 8:]).all()

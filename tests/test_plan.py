@@ -22,6 +22,7 @@ from cuconvt.phases import axis_phases
 from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan
 from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
 from cuconvt.plan_gather import plan_gather
+from cuconvt.plan_narrow_groups import plan_narrow_groups
 from cuconvt.plan_phase_wgmma import Work, _batch_as_depth, candidates, choose_tile, plan_phase_wgmma, tiles
 
 Ints = tuple[int, ...]
@@ -224,7 +225,7 @@ def assert_cells_cover_every_output(plan: Plan, geometry: Geometry, device: Devi
         assert 0 <= fields["tiles"][axis] * box[axis] - cells < box[axis], "the last box holds no output"
     assert 0 <= fields["tiles"][3] * box[3] - geometry.c_out_per_group < box[3]
     assert fields["blocks"] == (prod(fields["tiles"][:3]) * geometry.n,)
-    sets = fields["tiles"][3] * geometry.groups
+    sets = fields["tiles"][3] * geometry.groups // dict(plan.defines)["GROUPS"]
     assert plan.grid % sets == 0, "a block stays with its weights"
     assert sets <= plan.grid <= max(sets, device.multiprocessors * dict(plan.defines)["MIN_BLOCKS"])
 
@@ -618,6 +619,24 @@ def test_index64_follows_the_span_of_x_and_out(array: str, sign: int) -> None:
     geometry = line(n=2, c_in=2, c_out=2)
     assert not index64(geometry, **{array: (LIMIT // 2, sign * (LIMIT // 2 - 1), 1, 1, 1)})
     assert index64(geometry, **{array: (LIMIT // 2, sign * (LIMIT // 2), 1, 1, 1)})
+
+
+@pytest.mark.parametrize(
+    ("problem", "dtype", "last", "groups"),
+    [
+        (FIXED["kb73"], "float16", True, 2),
+        (FIXED["kb72"], "bfloat16", True, 2),
+        (FIXED["kb73"], "float16", False, 1),  # rows of one channel follow each other
+        (FIXED["kb73"], "float32", True, 1),  # eight channels are a sector
+        (case((2, 24, 4, 5, 9), 24, 3, stride=2, groups=3), "float16", True, 1),
+        (case((2, 32, 4, 5, 9), 64, 3, stride=2, groups=4), "float16", True, 1),
+    ],
+)
+def test_two_groups_of_half_a_sector_are_taken_at_once(problem: Problem, dtype: str, last: bool, groups: int) -> None:
+    geometry = geometry_of(problem)
+    plan = plan_narrow_groups(geometry, dtype, layout_of(geometry, last), DEFAULT[dtype], DEVICES[90])
+    assert isinstance(plan, Plan)
+    assert dict(plan.defines)["GROUPS"] == groups
 
 
 def test_index64_follows_the_span_of_the_weight() -> None:
