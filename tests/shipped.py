@@ -34,7 +34,6 @@ CHANNELS = {
 GROUPS = {
     "correlate_few_channels": (1, 2, 64),
     "few_channels": (1, 2, 3, 64),
-    "narrow_groups": (1, 2),
     "weight_gradient": (1, 6),
     "weight_gradient_few_channels": (1, 2, 64),
 }

@@ -22,6 +22,7 @@ from strategies import DTYPES, Problem, case
 from cuconvt import compile as compiler
 from cuconvt import plan_weight_gradient_wgmma as wgmma
 from cuconvt.plan import Plan
+from cuconvt.plan_narrow_groups import plan_narrow_groups
 from cuconvt.plan_weight_gradient import make_weight_gradient_plan
 
 nvrtc = pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed").cuda.nvrtc
@@ -102,6 +103,20 @@ def test_many_accumulators_do_not_spill(kernel: int, dtype: str) -> None:
     ((_, usage),) = measure_all([("gather", "sm_90", plan.defines)]).items()
     assert isinstance(usage, dict), usage
     assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
+
+
+# Stores of two groups have spilled registers where no tap reaches many outputs, and four blocks of them on Blackwell.
+@pytest.mark.parametrize("arch", DEVICES)
+def test_two_narrow_groups_do_not_spill(arch: int) -> None:
+    skip_if_unknown(arch)
+    for kernel, stride in ((2, 3), (3, 1), (3, 2), (4, 2)):
+        geometry = geometry_of(case((1, 16, 9, 9, 9), 16, kernel, stride, groups=2))
+        plan = plan_narrow_groups(geometry, "float16", layout_of(geometry, True), None, DEVICES[arch])
+        assert isinstance(plan, Plan)
+        assert dict(plan.defines)["GROUPS"] == 2
+        ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(arch), plan.defines)]).items()
+        assert isinstance(usage, dict), usage
+        assert not problems_with(plan, Usage(**usage), DEVICES[arch].shared_bytes)
 
 
 # Compilers for newer architectures have crashed on how rows of one channel are staged, and spilled registers where a
