@@ -40,7 +40,7 @@ WAVES = 4  # of blocks, at most
 MAX_WORKSPACE_BYTES = 256 * 2**20
 KINDS = ((2, 1), (1, 2), (3, 1), (1, 3))  # workers of a block, and blocks on a multiprocessor
 GROUPS = (1, 2, 4)  # of taps along W
-STAGER_REGISTERS = 40
+STAGER_REGISTERS = 40, 56  # with indices of 32 and of 64 bits
 BESIDE_SUMS = 30  # registers that a product's sums leave, or ptxas refuses it: of those that a thread starts with
 # Of a worker with one tile of 64 rows and with several, besides sums and operands; with fewer, products are serialised.
 OTHER_REGISTERS = 14, 30
@@ -58,6 +58,7 @@ SECTOR = 32
 OVERLAP = 0.05  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS = 1400
 MAX_RUNS = 64  # pieces of positions of a box
+LARGEST_BOX = 8, 17, 17 * 8  # of those that are considered, along each axis
 BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
 PARTS_BYTES_A_CLOCK = 18
 # The cost that is compared with other kernels', relative to the estimated time, by how many bytes of rows of y are read
@@ -114,10 +115,9 @@ class Tile:
         """Registers of a thread before warps exchange some."""
         return min(65536 // (128 * (self.workers + 1) * self.min_blocks), 248) // 8 * 8
 
-    @property
-    def worker_registers(self) -> int:
+    def worker_registers(self, index64: bool) -> int:
         """Registers of a worker's thread: the block has no more than it started with, and stagers give up theirs."""
-        return min(240, (self.at_start * (self.workers + 1) - STAGER_REGISTERS) // self.workers // 8 * 8)
+        return min(240, (self.at_start * (self.workers + 1) - STAGER_REGISTERS[index64]) // self.workers // 8 * 8)
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,10 @@ class Shape:
     c_out: int
     x_bytes: int  # that rows of x may be read at a time
     y_bytes: int  # likewise, as far as their alignment goes
+    index64: bool
 
     @classmethod
-    def of(cls, geometry: Geometry, layout: Layout, itemsize: int) -> Shape:
+    def of(cls, geometry: Geometry, layout: Layout, itemsize: int, index64: bool) -> Shape:
         g = geometry
         return cls(
             rank=g.rank,
@@ -151,6 +152,7 @@ class Shape:
             c_out=g.c_out_per_group,
             x_bytes=_row_bytes(layout.x, layout.x_aligned, g.x_extent[2], itemsize),
             y_bytes=_row_bytes(layout.out, layout.out_aligned, g.out_extent[2], itemsize),
+            index64=index64,
         )
 
 
@@ -170,7 +172,8 @@ def plan_weight_gradient_wgmma(
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal(name, reason)
     geometry, layout = _batch_as_depth(geometry, layout)
-    work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype]))
+    index64 = reads_need_64_bits(geometry, layout, LARGEST_BOX)
+    work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype], index64))
     if tile is None:
         tile = choose_tile(work.shape, device)
     cost = None if tile is None else work.typical_cost(tile, device)
@@ -182,7 +185,6 @@ def plan_weight_gradient_wgmma(
         return Refusal(name, f"{tiles} tiles, or their boxes, are more than it counts")
     box, parts = choice
     boxes = tuple(-(-x // b) for x, b in zip(geometry.x_extent, box, strict=True))
-    index64 = reads_need_64_bits(geometry, layout, box)
     per_axis = {"KERNEL": geometry.kernel, "STRIDE": geometry.stride, "DILATION": geometry.dilation}
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
@@ -203,8 +205,8 @@ def plan_weight_gradient_wgmma(
         ("STAGES", STAGES),
         ("INDEX64", int(index64)),
         ("MIN_BLOCKS", tile.min_blocks),
-        ("WORKER_REGISTERS", tile.worker_registers),
-        ("STAGER_REGISTERS", STAGER_REGISTERS),
+        ("WORKER_REGISTERS", tile.worker_registers(index64)),
+        ("STAGER_REGISTERS", STAGER_REGISTERS[index64]),
     )
     return Plan(
         kernel=name,
@@ -458,7 +460,7 @@ def tiles(work: Work) -> Iterator[Tile]:
                 break
             if groups_w > 1 and taps_w * work.staged(tile, 2, 1)[1] % (work.per_word * work.chunk(tile)):
                 break
-            if work.registers(tile) > tile.worker_registers or 4 * tiles_in + BESIDE_SUMS > tile.at_start:
+            if work.registers(tile) > tile.worker_registers(s.index64) or 4 * tiles_in + BESIDE_SUMS > tile.at_start:
                 break
             yield tile
 

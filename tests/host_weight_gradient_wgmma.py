@@ -122,7 +122,7 @@ def draw_tile(
         padding=((0, 0),) * (len(spec.kernel) - 1) + ((before_w, 0),),
     )
     geometry = geometry_of(problem)
-    shape = wgmma.Shape.of(geometry, layout_of(geometry), wgmma.ITEMSIZES[dtype])
+    shape = wgmma.Shape.of(geometry, layout_of(geometry), wgmma.ITEMSIZES[dtype], index64=False)
     work, device = wgmma.Work(shape), Device(90, 132, SHARED_BYTES)
     kinds: dict[Any, list[wgmma.Tile]] = {}
     for tile in wgmma.tiles(work):

@@ -83,14 +83,17 @@ def test_cases_reach_every_way_to_stage() -> None:
         assert reached[kind], kind
 
 
-def test_registers_of_all_warps_are_those_that_a_block_starts_with() -> None:
+@pytest.mark.parametrize("index64", [False, True])
+def test_registers_of_all_warps_are_those_that_a_block_starts_with(index64: bool) -> None:
     """A worker that asks for more than the stagers gave up waits for ever."""
+    of_stager = STAGER_REGISTERS[index64]
     for workers, blocks in KINDS:
         tile = Tile(workers, 8, 1, 1, 1, 1, blocks)
         threads = 128 * (workers + 1)
         at_start = min(65536 // (threads * blocks), 255) // 8 * 8
-        assert workers * tile.worker_registers + STAGER_REGISTERS <= at_start * (workers + 1)
-        assert STAGER_REGISTERS <= at_start <= tile.worker_registers
+        of_worker = tile.worker_registers(index64)
+        assert workers * of_worker + of_stager <= at_start * (workers + 1)
+        assert of_stager <= at_start <= of_worker
 
 
 # ---- planted faults --------------------------------------------------------------------------------------------------
