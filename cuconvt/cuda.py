@@ -14,6 +14,7 @@ from cupy.cuda.stream import get_current_stream
 from cuconvt.checks import dtype_name, reach
 from cuconvt.compile import architecture, load_kernel
 from cuconvt.geometry import Geometry
+from cuconvt.launch import can_start_early
 from cuconvt.plan import Device, Layout, Plan, make_plan, problem_struct
 from cuconvt.tuned import tuned_plan
 from cuconvt.warm import ALIGNMENT
@@ -112,8 +113,9 @@ def prepare(plan: Plan, device: Device) -> Launch:
         grid = -(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK))
         pack = load(plan, f"{plan.kernel}_pack", device).bind(grid, PACK_BLOCK, 0, problem, pointers=2)
     kernel = load(plan, plan.kernel, device)
+    early = pack is not None and can_start_early(device.compute_capability)
     return Launch(
-        kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4),
+        kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4, early=early),
         pack=pack,
         packed_bytes=4 * plan.packed_words,
     )

@@ -11,6 +11,7 @@ from cupy.cuda.stream import get_current_stream
 from cuconvt.checks import dtype_name
 from cuconvt.cuda import Launch, choose_plan, device_properties, load, prepare
 from cuconvt.geometry import Geometry
+from cuconvt.launch import can_start_early
 from cuconvt.plan import Device, Layout, Plan, problem_struct
 from cuconvt.plan_correlate import make_correlate_plan
 from cuconvt.plan_turned import turned
@@ -85,7 +86,8 @@ def _prepare_weight_gradient(
     add = None
     if plan.sums:
         grid = -(-plan.sums // SUM_VALUES)
-        add = load(plan, f"{plan.kernel}_add", device).bind(grid, SUM_BLOCK, 0, problem, pointers=2)
+        early = can_start_early(device.compute_capability)
+        add = load(plan, f"{plan.kernel}_add", device).bind(grid, SUM_BLOCK, 0, problem, pointers=2, early=early)
     kernel = load(plan, plan.kernel, device)
     return WeightGradientLaunch(
         kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4),

@@ -5,12 +5,23 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import sys
 import threading
 from typing import Any
 
 import cupy
 import numpy as np
-from cupy_backends.cuda.api.driver import launchKernel
+from cupy_backends.cuda.api.driver import check_status, launchKernel
+
+EARLY = 6, 1  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and its value: allowed
+EARLY_DRIVER = 12030  # from which on CUDA graphs hold such launches
+EARLY_CAPABILITY = 90
+
+
+@functools.cache
+def can_start_early(compute_capability: int) -> bool:
+    """Whether such a device (90: 9.0) and the driver can start a kernel before the last one has ended."""
+    return compute_capability >= EARLY_CAPABILITY and cupy.cuda.runtime.driverGetVersion() >= EARLY_DRIVER
 
 
 class Kernel:
@@ -29,9 +40,16 @@ class Kernel:
         """Let launches ask for so much dynamic shared memory."""
         self._raw.max_dynamic_shared_size_bytes = count
 
-    def bind(self, grid: int, block: int, shared_bytes: int, last: np.ndarray, pointers: int) -> BoundKernel:
-        """Return the kernel with everything but its first arguments, of which there are `pointers`; `last` follows."""
-        return BoundKernel(self, (self._function, grid, 1, 1, block, 1, 1, shared_bytes), last, pointers)
+    def bind(
+        self, grid: int, block: int, shared_bytes: int, last: np.ndarray, pointers: int, early: bool = False
+    ) -> BoundKernel:
+        """Return the kernel with everything but its first arguments, of which there are `pointers`; `last` follows.
+
+        With `early`, it starts before the kernel before it has ended, for which it waits itself
+        (``wait_for_kernel_before``): where `can_start_early` says so.
+        """
+        kind = EarlyKernel if early else BoundKernel
+        return kind(self, (self._function, grid, 1, 1, block, 1, 1, shared_bytes), last, pointers)
 
 
 class BoundKernel:
@@ -58,6 +76,56 @@ class BoundKernel:
         launchKernel(*self._start, stream.ptr, arguments.address, 0)
 
 
+class EarlyKernel(BoundKernel):
+    """The same, launched early (programmatic dependent launch): what a launch takes passes while the last one ends."""
+
+    def __init__(self, kernel: Kernel, start: tuple[int, ...], last: np.ndarray, pointers: int):
+        super().__init__(kernel, start, last, pointers)
+        self._configuration = _Configuration(start[1:])
+        self._function = ctypes.c_void_p(start[0])
+        self._launch = _driver().cuLaunchKernelEx
+
+    def __call__(self, stream: Any, *pointers: Any) -> None:
+        arguments, configuration = self._arguments, self._configuration
+        arguments.fill(*[p.data.ptr if type(p) is cupy.ndarray else _address(p) for p in pointers])
+        configuration.value.stream = stream.ptr
+        status = self._launch(configuration.reference, self._function, arguments.reference, None)
+        if status:
+            check_status(status)
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint64 * 8))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig; `dimensions` are grid, block and bytes of shared memory."""
+
+    _fields_ = (
+        ("dimensions", ctypes.c_uint32 * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint32),
+    )
+
+
+class _Configuration(threading.local):
+    """How a kernel is launched early, for each thread: the stream is of the call."""
+
+    def __init__(self, dimensions: tuple[int, ...]):
+        number, allowed = EARLY
+        attribute = _LaunchAttribute(number, (allowed,))
+        self.value = _LaunchConfig(dimensions, None, ctypes.pointer(attribute), 1)
+        self.reference = ctypes.byref(self.value)
+
+
 def _address(pointer: Any) -> int:
     if isinstance(pointer, cupy.ndarray):
         return pointer.data.ptr
@@ -73,6 +141,8 @@ class _Arguments(threading.local):
     ----------
     address : int
         Of the array.
+    reference : ctypes.c_void_p
+        The same.
     fill : callable
         Writes the pointers.
     """
@@ -82,5 +152,6 @@ class _Arguments(threading.local):
         words = (ctypes.c_uint64 * (2 * pointers + 1))()
         first = pointers + 1
         self.address = ctypes.addressof(words)
+        self.reference = ctypes.c_void_p(self.address)
         words[:first] = [*(self.address + 8 * (first + i) for i in range(pointers)), last]
         self.fill = functools.partial(struct.Struct(f"{pointers}Q").pack_into, words, 8 * first)

@@ -391,6 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int my_y = (my_line * Y_W + warp_w * WARP_W + EARLY + lane / 4) * POSITION + lane % 4 * WORD;
     const int my_weight = Y_STAGE + (warp_c * TILES_C * 32 + lane) * FRAGMENT;
     const int steps = KERNEL_D * chunks;
+    wait_for_kernel_before();  // it packs the weights
     // Every round stages one step and then adds the one before, which has landed by then.
 #pragma unroll 1
     for (int step = 0; step <= steps; ++step) {
@@ -438,6 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 // Puts the weights of the call in fragment order, once, before the kernel above: [group][tile of channels][tap along D]
 // [chunk][tap along H][k step][tap along W][8 channels][lane][word].
 extern "C" __global__ void correlate_gemm_pack(const Stored* weight, unsigned* packed, const Problem p) {
+    let_next_kernel_start();
     const int chunks = ((int)p.c_out + CHUNK - 1) / CHUNK;
     const long long count = p.groups * p.tiles[3] * KERNEL_D * chunks * (WEIGHT_STAGE / FRAGMENT);
     long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;

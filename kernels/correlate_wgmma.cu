@@ -490,6 +490,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         give_registers<STAGER_REGISTERS>();
         const int thread = threadIdx.x - WORKER_THREADS - 32;
         if (thread < 0 && lane) return;
+        if (thread < 0) wait_for_kernel_before();  // it packs the weights, while x is staged
         const int count = s.d * s.h * s.w;  // of copied positions, at most: rounding or splitting others again is harmless
         UnderWay under_way = {0, 0};
         int team = 0;
@@ -604,6 +605,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][class
 // along D][class along H][set of classes along W][chunk][slots of a row of taps][tap along D][tap along H].
 extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* packed, const Problem p) {
+    let_next_kernel_start();
     constexpr int COLUMNS_W = SETS_W * SLOTS_A_ROW * (PRODUCTS / CLASS_STEPS) * (MERGE_W ? AxisW::MAX_TAPS : 1);
     const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
     const long long count = p.groups * p.tiles[3] * chunks * (KERNEL_D * KERNEL_H * COLUMNS_W) * (PIECES * TILE_C);

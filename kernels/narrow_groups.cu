@@ -656,7 +656,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             two[c][i] = bias && channel < channels ? widen(bias[(group * p.c_out + tile_c * TILE_C + channel) * p.bias_stride]) : 0.0f;
         }
     }
-    // In fragment order already, or, of small problems, as the call has them.
+    // In fragment order already, as the kernel before has put them, or, of small problems, as the call has them.
+    wait_for_kernel_before();
     const Fragment* const packed = reinterpret_cast<const Fragment*>(weight) + (long long)set * (FRAGMENTS * 32);
     const Stored* const as_they_are = reinterpret_cast<const Stored*>(weight);
 #if HOLD_WEIGHTS

@@ -42,6 +42,7 @@ __device__ __forceinline__ void add_parts(const Acc* parts, long long values, lo
     const int lane = threadIdx.x % SUM_VALUES, slice = threadIdx.x / SUM_VALUES;
     const long long value = blockIdx.x * (long long)SUM_VALUES + lane;
     Acc sum = 0;
+    wait_for_kernel_before();
     if (value < values) {
 #pragma unroll 4
         for (long long part = slice; part < count; part += SUM_SLICES) sum += parts[part * values + value];

@@ -618,6 +618,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int my_x = ((warp_d * X_H + warp_h * WARP_H) * X_W + warp_w * WARP_W + EARLY + lane / 4) * POSITION +
                      lane % 4 * WORD;
     const int my_weight = X_STAGE + (warp_c * TILES_C * 32 + lane) * FRAGMENT;
+    wait_for_kernel_before();  // it packs the weights
     if (steps) stage(0);
     copy_async_commit();
 #pragma unroll 1
@@ -643,6 +644,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 // Puts the weights of the call in fragment order, once, before the kernel above: [group][tile of output channels][tap
 // along D][chunk][tap along H, phase by phase][k step][tap along W][8 channels][lane][word].
 extern "C" __global__ void phase_gemm_pack(const Stored* weight, unsigned* packed, const Problem p) {
+    let_next_kernel_start();
     const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
     const long long count = p.groups * p.tiles[3] * KERNEL_D * KERNEL_H * chunks * (PIECE / FRAGMENT);
     long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;

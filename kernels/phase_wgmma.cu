@@ -601,6 +601,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         give_registers<STAGER_REGISTERS>();
         const int thread = threadIdx.x - WORKER_THREADS - 32;
         if (thread < 0 && lane) return;
+        if (thread < 0) wait_for_kernel_before();  // it packs the weights, while x is staged
         const int count = items_of(p, s);
         UnderWay under_way = {0, 0};
         int team = 0;
@@ -748,6 +749,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels]
 // [chunk][tap along D][tap along H] slots. Consecutive threads read consecutive weights.
 extern "C" __global__ void phase_wgmma_pack(const Stored* weight, Piece* packed, const Problem p) {
+    let_next_kernel_start();
     const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
     const long long count = p.groups * p.tiles[3] * chunks * (ROWS_OF_TAPS * (long long)SLOT / PARTS);
     long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;

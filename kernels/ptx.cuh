@@ -297,6 +297,22 @@ __device__ __forceinline__ int recomputed(int value) {
     return value;
 }
 
+// ---- kernels that follow each other (sm_90; elsewhere the later one starts when the other has ended) ---------------------
+
+// All blocks have to come here, or end, before the next kernel starts, if it is one that is launched early.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Before the first read of what the kernel before has written, in a kernel that is launched early.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- barriers and bulk copies (sm_90) --------------------------------------------------------------------------------
 // A barrier in shared memory completes a phase when `count` arrivals and all announced bytes are in; phases alternate
 // between parity 0 and 1, beginning with 0.

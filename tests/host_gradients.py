@@ -13,7 +13,7 @@ import pytest
 from described import DEVICES, channels_last, contiguous, geometry_of
 from host.backend import PACK_BLOCK, plan_family
 from host.build import kernel_sources, program
-from host.execute import ABSENT, INPUT, OUTPUT, VALUE, Argument, Program
+from host.execute import ABSENT, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
 from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case
 
 from cuconvt import cpu
@@ -50,15 +50,16 @@ class HostGradients:
 
     def correlate(self, y: Any, weight: Any, bias: Any, geometry: Geometry, out: Any) -> None:
         plan = self._plan(geometry, y.dtype.name, Layout.of(out, weight, bias, y))
+        role = INPUT
         if plan.packed_words:
             packed = np.empty(plan.packed_words, np.uint32)
             grid = -(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK))
             arrays = [Argument.array("weight", INPUT, weight), Argument.array("packed", OUTPUT, packed)]
             self._launch(plan, f"{plan.kernel}_pack", grid, PACK_BLOCK, 0, arrays)
-            weight = packed
+            weight, role = packed, OF_KERNEL_BEFORE
         arrays = [
             Argument.array("y", INPUT, y),
-            Argument.array("weight", INPUT, weight),
+            Argument.array("weight", role, weight),
             Argument("bias", ABSENT) if bias is None else Argument.array("bias", INPUT, bias),
             Argument.array("out", OUTPUT, out),
         ]
@@ -76,7 +77,7 @@ class HostGradients:
         arrays = [*inputs, Argument.array("parts", OUTPUT, parts), Argument("out", ABSENT)]
         self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays)
         grid = -(-plan.sums // SUM_VALUES)
-        arrays = [Argument.array("parts", INPUT, parts), result]
+        arrays = [Argument.array("parts", OF_KERNEL_BEFORE, parts), result]
         self._launch(plan, f"{plan.kernel}_add", grid, SUM_VALUES * SUM_SLICES, 0, arrays)
 
     def _plan(self, geometry: Geometry, dtype: str, layout: Layout) -> Plan:

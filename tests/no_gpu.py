@@ -62,7 +62,9 @@ class Backend:
         return Context()
 
     def load_kernel(self, source: str, entry: str, arch: str, defines: Any) -> Any:
-        def bind(grid: int, block: int, shared_bytes: int, problem: np.ndarray, pointers: int) -> Any:
+        def bind(
+            grid: int, block: int, shared_bytes: int, problem: np.ndarray, pointers: int, early: bool = False
+        ) -> Any:
             def launch(stream: Any, *arguments: Any) -> None:
                 assert len(arguments) == pointers
                 self.launched.append(

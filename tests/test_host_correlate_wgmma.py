@@ -112,6 +112,12 @@ TOO_EARLY = "before the wait that covers the copy"
 # A replacement in the source, the message of the check that must catch it, and the case.
 FAULTS = {
     "no wait for x": ("            x_ring.wait_until_full();\n", "", UNWRITTEN + "|" + IN_USE, PASSING),
+    "no wait for the kernel that packs": (
+        "        if (thread < 0) wait_for_kernel_before();",
+        "",
+        "before the wait for the kernel that writes it",
+        PASSING,
+    ),
     "no wait for weights": ("weight_ring.wait_until_full();", "", UNWRITTEN + "|" + IN_USE, PASSING),
     "no wait for a free stage": ("ring.wait_until_free();\n                const int", "const int", IN_USE, PASSING),
     "items of the next box too early": ("warps_sync(1, STAGERS);  // nobody", "// nobody", IN_USE, PASSING),

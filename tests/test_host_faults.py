@@ -147,6 +147,7 @@ SYNC_BEFORE_FILLING = """                    __syncthreads();
 UNWRITTEN = "reads shared memory .*, which no thread of the block wrote"
 VALUES = "elements are wrong|wrong values"
 IN_USE = "with no wait for it|with no barrier in between|a bulk copy wrote|arrives at the mbarrier|a GPU may miss it"
+KERNEL_BEFORE = "before the wait for the kernel that writes it"
 UNFILLED = UNWRITTEN + "|with no barrier in between|before the wait that covers|with no wait for it"
 
 FAULTS = {
@@ -292,6 +293,15 @@ FAULTS = {
         "(REACH_W - back) * POSITION", "(REACH_W - back + 1) * POSITION", UNWRITTEN
     ),
     "no wait for x": phase_wgmma_fault("                x_ring.wait_until_full();\n", "", UNFILLED),
+    "no wait for the kernel that packs, phase_gemm": phase_gemm_fault(
+        "    wait_for_kernel_before();  // it packs the weights\n", "", KERNEL_BEFORE
+    ),
+    "no wait for the kernel that packs, phase_wgmma": phase_wgmma_fault(
+        "        if (thread < 0) wait_for_kernel_before();", "", KERNEL_BEFORE
+    ),
+    "no wait for the kernel that packs, narrow_groups": narrow_fault(
+        "wait_for_kernel_before();\nconst Fragment", "const Fragment", KERNEL_BEFORE
+    ),
     "no wait for weights": phase_wgmma_fault("                    weight_ring.wait_until_full();\n", "", UNFILLED),
     "no wait for a free stage": phase_wgmma_fault("                ring.wait_until_free();\n", "", IN_USE),
     "no wait for a free slot": phase_wgmma_fault("weight_ring.wait_until_free();", "", IN_USE),

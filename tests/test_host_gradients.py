@@ -137,6 +137,18 @@ FAULTS = {
         "// all of the last stage",
         UNWRITTEN + "|with no barrier in between",
     ),
+    "no wait for the kernel that packs, correlate": (
+        "correlate_gemm",
+        "    wait_for_kernel_before();  // it packs the weights\n",
+        "",
+        "before the wait for the kernel that writes it",
+    ),
+    "no wait for the kernel whose parts are added": (
+        "weight_gradient",
+        "Acc sum = 0;\nwait_for_kernel_before();",
+        "Acc sum = 0;",
+        "before the wait for the kernel that writes it",
+    ),
     "a part added twice": (
         "weight_gradient",
         "part < count; part +=",

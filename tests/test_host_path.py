@@ -390,6 +390,51 @@ def test_what_the_driver_reads(backend: Backend, monkeypatch: pytest.MonkeyPatch
     assert seen[1][2:] == ([array.data.ptr, 2**63, 0], *seen[0][3:])
 
 
+def test_what_the_driver_reads_of_an_early_launch(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuconvt import launch
+
+    seen = []
+
+    def read(configuration: Any, function: Any, parameters: Any, extra: Any) -> int:
+        start = ctypes.addressof(configuration._obj)
+        numbers = (ctypes.c_uint32 * 14).from_address(start)  # as in cuda.h: seven, a gap, two addresses, a count
+        stream, attributes = (ctypes.c_uint64 * 2).from_address(start + 32)
+        attribute = (ctypes.c_uint32 * 3).from_address(attributes)
+        addresses = (ctypes.c_uint64 * 3).from_address(parameters.value)
+        pointers = [ctypes.c_uint64.from_address(address).value for address in addresses[:2]]
+        seen.append((numbers[:7], numbers[12], stream, attribute[:3], pointers, ctypes.string_at(addresses[2], 24)))
+        assert (function.value, extra) == (77, None)
+        return 700 if seen[-1][4][0] == 13 else 0
+
+    failed = []
+    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=read))
+    monkeypatch.setattr(launch, "check_status", failed.append)
+    kernel = launch.Kernel(SimpleNamespace(kernel=SimpleNamespace(ptr=77)))
+    problem = np.arange(3)
+    bound = kernel.bind(7, 128, 1000, problem.view("V24"), pointers=2, early=True)
+    array = backend.array((3, 4))
+    bound(SimpleNamespace(ptr=5), array, None)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(bound, SimpleNamespace(ptr=0), 2**63, 8).result()
+    sizes = [7, 1, 1, 128, 1, 1, 1000]
+    assert seen[0] == (sizes, 1, 5, [6, 0, 1], [array.data.ptr, 0], problem.tobytes())
+    assert seen[1] == (sizes, 1, 0, [6, 0, 1], [2**63, 8], problem.tobytes())
+    assert not failed
+    bound(SimpleNamespace(ptr=5), 13, None)
+    assert failed == [700]
+
+
+def test_who_starts_early(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuconvt import launch
+
+    version = 12030
+    monkeypatch.setattr(backend.cupy.cuda.runtime, "driverGetVersion", lambda: version)
+    can = launch.can_start_early.__wrapped__
+    assert [can(capability) for capability in (80, 89, 90, 100)] == [False, False, True, True]
+    version = 12020
+    assert not can(90)
+
+
 # On a GPU.
 
 

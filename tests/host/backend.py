@@ -14,7 +14,7 @@ from cuconvt import cpu
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal, problem_struct
 from host.build import kernel_sources, program
-from host.execute import ABSENT, INPUT, OUTPUT, VALUE, Argument, Program
+from host.execute import ABSENT, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
 
 PACK_BLOCK = 256
 
@@ -74,15 +74,16 @@ class HostBackend:
         layout = Layout.of(x, weight, bias, out)
         plan = self.plan(self.family, geometry, x.dtype.name, layout, self.precision, self.device)
         problem = Argument("problem", VALUE, problem_struct(plan).tobytes())
+        role = INPUT
         if plan.packed_words:
             packed = np.empty(plan.packed_words, np.uint32)
             grid = -(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK))
             arguments = [Argument.array("weight", INPUT, weight), Argument.array("packed", OUTPUT, packed), problem]
             self._program(plan, f"{plan.kernel}_pack").launch(grid, PACK_BLOCK, 0, arguments)
-            weight = packed
+            weight, role = packed, OF_KERNEL_BEFORE
         arguments = [
             Argument.array("x", INPUT, x),
-            Argument.array("weight", INPUT, weight),
+            Argument.array("weight", role, weight),
             Argument("bias", ABSENT) if bias is None else Argument.array("bias", INPUT, bias),
             Argument.array("out", OUTPUT, out),
             problem,

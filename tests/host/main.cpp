@@ -80,7 +80,7 @@ bool run_job(FILE* from, FILE* to, long only_block) {
         if (posix_memalign(&m.allocated, 256, m.argument.residue + m.argument.size)) host::fail("no memory for an argument");
         m.data = (unsigned char*)m.allocated + m.argument.residue;
         read_all(from, m.data, m.argument.size);
-        if (m.argument.role == host::INPUT || m.argument.role == host::OUTPUT) {
+        if (m.argument.role != host::VALUE && m.argument.role != host::ABSENT) {
             m.elements.resize(m.argument.size);
             read_all(from, m.elements.data(), m.argument.size);
             host::add_array(m.argument, m.data, m.elements.data());

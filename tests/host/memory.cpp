@@ -127,6 +127,7 @@ struct Array {
 };
 
 std::vector<Array> arrays;
+bool waited_for_kernel_before;
 
 void access_array(Array& array, size_t offset, size_t size, bool write) {
     const char* name = array.argument.name;
@@ -135,6 +136,9 @@ void access_array(Array& array, size_t offset, size_t size, bool write) {
              (size_t)array.argument.size);
     }
     if (write && array.argument.role != OUTPUT) fail("writes byte %zu of %s, an input", offset, name);
+    if (array.argument.role == OF_KERNEL_BEFORE && !waited_for_kernel_before) {
+        fail("reads byte %zu of %s before the wait for the kernel that writes it", offset, name);
+    }
     uint32_t four;
     if (!write && size == sizeof four && array.argument.role == INPUT) {  // most accesses: all bytes at once
         memcpy(&four, array.elements + offset, sizeof four);
@@ -232,7 +236,10 @@ void begin_block(unsigned threads, size_t size, int pattern) {
     fill_static_shared(pattern);
     for (size_t i = 0; i < size / UNIT; ++i) units[i].in_flight = false;
     for (unsigned i = 0; i < threads; ++i) copies[i] = {};
+    waited_for_kernel_before = false;
 }
+
+void wait_for_kernel_before() { waited_for_kernel_before = true; }
 
 bool check(uintptr_t address, size_t size, bool write) {
     if (address - stacks < MAX_THREADS * (GUARD + STACK)) return false;

@@ -173,6 +173,11 @@ inline void publish_shared_writes() { host::publish(); }
 template <int COUNT> void take_registers() { host::set_registers(COUNT); }
 template <int COUNT> void give_registers() { host::set_registers(COUNT); }
 
+// ---- kernels that follow each other ------------------------------------------------------------------------------------
+
+inline void let_next_kernel_start() {}
+inline void wait_for_kernel_before() { host::wait_for_kernel_before(); }
+
 // ---- barriers and bulk copies --------------------------------------------------------------------------------------
 
 typedef unsigned long long Barrier;

@@ -33,7 +33,7 @@ void together(unsigned mask, void* mine, void (*act)(void* const* lanes, unsigne
 
 // ---- memory.cpp: who may read and write what
 
-enum Role { VALUE, INPUT, OUTPUT, ABSENT };  // of a kernel's argument
+enum Role { VALUE, INPUT, OUTPUT, ABSENT, OF_KERNEL_BEFORE };  // of a kernel's argument; the last is an input, too
 
 struct Argument {
     char name[16];
@@ -51,6 +51,9 @@ void begin_block(unsigned threads, size_t shared_bytes, int pattern);
 
 // Whether it is within an array or dynamic shared memory, so that nothing is left for AddressSanitizer to check.
 bool check(uintptr_t address, size_t size, bool write);
+
+// Before it, no thread of the block may read what the kernel before has written.
+void wait_for_kernel_before();
 
 // An asynchronous copy of `size` bytes, of which those from `bytes` on are zeros. It lands at the wait that covers it.
 void copy_async(void* shared, const void* global, unsigned size, int bytes);
