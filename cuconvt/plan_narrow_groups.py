@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import exp, gcd, log, prod
+from math import exp, gcd, inf, log, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -32,6 +32,8 @@ THREADS = 32 * WARPS
 ROWS = 16  # of an mma: cells
 MAX_CHANNELS = 16  # of a group's input
 MAX_ACCUMULATORS = 64  # registers of a thread: few, so that many warps hide each other's waits
+# Of 3xTF32 the compiler spills some of so many, by steps along K and whether a multiprocessor has more than two blocks.
+SPILLED_OF_THREE = {(1, True): 64, (2, False): 64, (2, True): 32}
 MAX_HELD = 60  # registers of a thread for weights
 MAX_UNROLLED = 700  # mma of a warp's cells: more take seconds to compile
 MAX_SHIFTS = 64  # that the taps of a cell read
@@ -413,11 +415,13 @@ def tiles(work: Work) -> Iterator[Tile]:
         tile = Tile(tiles_m, tiles_c, k_steps, half_k, hold, blocks, groups)
         if hold and work.fragments(tile) * work.words(tile) > MAX_HELD:
             continue
-        if hold and work.stores_both_eights(tile):  # up to 50% slower, and never 4% faster
+        if hold and work.stores_both_eights(tile):  # up to 65% slower, and never more than 3% faster
             continue
         if work.fragments(tile) * tiles_m * work.products > MAX_UNROLLED or work.accumulators(tile) > MAX_ACCUMULATORS:
             continue
         if prod(work.stride) * tiles_m * tiles_c * 4 > MAX_STORES:
+            continue
+        if work.products == 3 and work.accumulators(tile) >= SPILLED_OF_THREE.get((k_steps, blocks > 2), inf):
             continue
         if work.registers(tile) <= REGISTERS // (THREADS * blocks) // 8 * 8:
             yield tile

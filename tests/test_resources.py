@@ -152,6 +152,29 @@ def test_wide_weight_gradients_do_not_spill(problem: Problem) -> None:
     assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
 
 
+# Sums of 3xTF32 have spilled in tiles of narrow groups.
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        case((2, 64, 16, 16), 64, 3, 2, 1, groups=4),
+        case((2, 64, 64), 64, 5, 4, groups=4),
+        case((2, 32, 8, 8, 8), 64, 3, 2, 1, groups=4),
+    ],
+    ids=["3x3", "5", "3x3x3"],
+)
+def test_sums_of_three_products_in_narrow_groups_do_not_spill(problem: Problem, arch: int) -> None:
+    skip_if_unknown(arch)
+    geometry = geometry_of(problem)
+    for last in (False, True):
+        layout = layout_of(geometry, last=last)
+        plan = plan_narrow_groups(geometry, "float32", layout, "tf32x3", DEVICES[arch])
+        assert isinstance(plan, Plan)
+        ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(arch), plan.defines)]).items()
+        assert isinstance(usage, dict), usage
+        assert not problems_with(plan, Usage(**usage), DEVICES[arch].shared_bytes)
+
+
 # Stagers that compute offsets in 64 bits have spilled registers, and then workers, which have fewer there.
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(
