@@ -24,7 +24,7 @@ from cuconvt.plan import (
     needs_64_bits,
     problem_parameters,
 )
-from cuconvt.plan_phase_gemm import PRECISION_CODES, _others_divisible, _x_vector
+from cuconvt.plan_phase_gemm import PRECISION_CODES, _channels_stored, _others_divisible, _x_vector
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _even
 
 WARPS = 4
@@ -186,12 +186,6 @@ def widest_vector(stride: int, itemsize: int) -> int:
     while stride % vector and vector % stride:
         vector //= 2
     return vector
-
-
-def _channels_stored(geometry: Geometry, layout: Layout, channels: int) -> bool:
-    """Whether so many channels of a channels-last result may be stored at once."""
-    whole = geometry.c_out_per_group % channels == 0 and _others_divisible(layout.out, 1, channels)
-    return layout.out_aligned and layout.out[1] == 1 and whole
 
 
 def _out_vector(geometry: Geometry, layout: Layout, work: Work) -> bool:

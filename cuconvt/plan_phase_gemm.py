@@ -193,6 +193,12 @@ def _out_vector(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
     return layout.out_aligned and itemsize == 2 and layout.out[4] == 1 and even_start and even_rows
 
 
+def _channels_stored(geometry: Geometry, layout: Layout, channels: int) -> bool:
+    """Whether so many channels of a channels-last result may be stored at once, none of which is beyond the last."""
+    whole = geometry.c_out_per_group % channels == 0 and _others_divisible(layout.out, 1, channels)
+    return layout.out_aligned and layout.out[1] == 1 and whole
+
+
 def _others_divisible(strides: tuple[int, ...], fastest: int, unit: int) -> bool:
     return all(s % unit == 0 for axis, s in enumerate(strides) if axis != fastest)
 

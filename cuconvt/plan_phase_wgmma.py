@@ -29,6 +29,7 @@ from cuconvt.plan_phase_gemm import (
     MAX_STRIDE_W,
     MAX_UNROLLED_TAPS,
     PRECISION_CODES,
+    _channels_stored,
     _others_divisible,
     _x_vector,
 )
@@ -262,13 +263,9 @@ def wgmma_defines(
 
 
 def _channels_at_once(geometry: Geometry, layout: Layout, itemsize: int) -> int:
-    """Return how many channels of a channels-last result may be written at a time, none of which is beyond the last."""
-    if not layout.out_channels_last or not layout.out_aligned or layout.out[1] != 1:
-        return 1
-    for count in (8, 4) if itemsize == 2 else (4,):
-        if geometry.c_out_per_group % count == 0 and _others_divisible(layout.out, 1, count):
-            return count
-    return 1
+    """Return how many channels of a channels-last result may be written at a time."""
+    counts = ((8, 4) if itemsize == 2 else (4,)) if layout.out_channels_last else ()
+    return next((count for count in counts if _channels_stored(geometry, layout, count)), 1)
 
 
 def _grid(blocks: int, resident: int, phases: int, weights: int) -> int:

@@ -22,7 +22,7 @@ from host_correlate_wgmma import (
 from host_gradients import specialisation
 from hypothesis import given, seed, settings
 from strategies import Problem, problems
-from test_host_faults import UNWRITTEN, VALUES, plant
+from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 from cuconvt.plan import Device
 from cuconvt.plan_correlate_wgmma import Tile
@@ -115,7 +115,7 @@ FAULTS = {
     "no wait for the kernel that packs": (
         "        if (thread < 0) wait_for_kernel_before();",
         "",
-        "before the wait for the kernel that writes it",
+        KERNEL_BEFORE,
         PASSING,
     ),
     "no wait for weights": ("weight_ring.wait_until_full();", "", UNWRITTEN + "|" + IN_USE, PASSING),

@@ -23,7 +23,7 @@ from host_gradients import (
 )
 from hypothesis import given, seed, settings
 from strategies import Problem, case, problems
-from test_host_faults import UNWRITTEN, VALUES, plant
+from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 from test_plan import struct_fields
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -141,13 +141,13 @@ FAULTS = {
         "correlate_gemm",
         "    wait_for_kernel_before();  // it packs the weights\n",
         "",
-        "before the wait for the kernel that writes it",
+        KERNEL_BEFORE,
     ),
     "no wait for the kernel whose parts are added": (
         "weight_gradient",
         "Acc sum = 0;\nwait_for_kernel_before();",
         "Acc sum = 0;",
-        "before the wait for the kernel that writes it",
+        KERNEL_BEFORE,
     ),
     "a part added twice": (
         "weight_gradient",

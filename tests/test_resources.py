@@ -54,6 +54,13 @@ def problems_with(plan: Plan, usage: Usage, shared_limit: int) -> list[str]:
     return wrong
 
 
+def assert_sound(plan: Plan, arch: int) -> None:
+    """Compile one plan, and test its resources."""
+    ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(arch), plan.defines)]).items()
+    assert isinstance(usage, dict), usage
+    assert not problems_with(plan, Usage(**usage), DEVICES[arch].shared_bytes)
+
+
 def skip_if_unknown(arch: int) -> None:
     if arch not in nvrtc.getSupportedArchs():
         pytest.skip(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not know sm_{arch}")
@@ -100,9 +107,7 @@ def test_every_tile(family: str, arch: int, pytestconfig: pytest.Config) -> None
 @pytest.mark.parametrize("kernel", [2, 4, 7])
 def test_many_accumulators_do_not_spill(kernel: int, dtype: str) -> None:
     plan = gather_of(case((1, 9, 5, 5, 5), 48, kernel, min(kernel, 4)), dtype)
-    ((_, usage),) = measure_all([("gather", "sm_90", plan.defines)]).items()
-    assert isinstance(usage, dict), usage
-    assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
+    assert_sound(plan, 90)
 
 
 # Stores of two groups have spilled registers where no tap reaches many outputs, and four blocks of them on Blackwell.
@@ -114,9 +119,7 @@ def test_two_narrow_groups_do_not_spill(arch: int) -> None:
         plan = plan_narrow_groups(geometry, "float16", layout_of(geometry, True), None, DEVICES[arch])
         assert isinstance(plan, Plan)
         assert dict(plan.defines)["GROUPS"] == 2
-        ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(arch), plan.defines)]).items()
-        assert isinstance(usage, dict), usage
-        assert not problems_with(plan, Usage(**usage), DEVICES[arch].shared_bytes)
+        assert_sound(plan, arch)
 
 
 # Compilers for newer architectures have crashed on how rows of one channel are staged, and spilled registers where a
@@ -134,9 +137,7 @@ def test_rows_of_a_weight_gradient_on_newer_architectures(problem: Problem, dtyp
     skip_if_unknown(100)
     geometry = geometry_of(problem)
     plan = make_weight_gradient_plan(geometry, dtype, layout_of(geometry), DEFAULT[dtype], DEVICES[100])
-    ((_, usage),) = measure_all([(plan.kernel, "sm_100", plan.defines)]).items()
-    assert isinstance(usage, dict), usage
-    assert not problems_with(plan, Usage(**usage), DEVICES[100].shared_bytes)
+    assert_sound(plan, 100)
 
 
 # Storing the sums of many columns has spilled registers of workers.
@@ -146,10 +147,8 @@ def test_rows_of_a_weight_gradient_on_newer_architectures(problem: Problem, dtyp
 def test_wide_weight_gradients_do_not_spill(problem: Problem) -> None:
     geometry = geometry_of(problem)
     plan = make_weight_gradient_plan(geometry, "float32", layout_of(geometry), "tf32", DEVICES[90])
-    ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(90), plan.defines)]).items()
     assert plan.kernel == "weight_gradient_wgmma"
-    assert isinstance(usage, dict), usage
-    assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
+    assert_sound(plan, 90)
 
 
 # Sums of 3xTF32 have spilled in tiles of narrow groups.
@@ -170,9 +169,7 @@ def test_sums_of_three_products_in_narrow_groups_do_not_spill(problem: Problem, 
         layout = layout_of(geometry, last=last)
         plan = plan_narrow_groups(geometry, "float32", layout, "tf32x3", DEVICES[arch])
         assert isinstance(plan, Plan)
-        ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(arch), plan.defines)]).items()
-        assert isinstance(usage, dict), usage
-        assert not problems_with(plan, Usage(**usage), DEVICES[arch].shared_bytes)
+        assert_sound(plan, arch)
 
 
 # Stagers that compute offsets in 64 bits have spilled registers, and then workers, which have fewer there.
@@ -188,9 +185,7 @@ def test_weight_gradients_of_huge_arrays_do_not_spill(problem: Problem, dtype: s
     plan = wgmma.plan_weight_gradient_wgmma(geometry, dtype, layout_of(geometry), precision, DEVICES[90])
     assert isinstance(plan, Plan)
     assert dict(plan.defines)["INDEX64"]
-    ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(90), plan.defines)]).items()
-    assert isinstance(usage, dict), usage
-    assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
+    assert_sound(plan, 90)
 
 
 # ptxas refuses a product whose sums leave a thread too few of the registers that it starts with.
@@ -201,9 +196,7 @@ def test_the_widest_products_of_three_blocks_compile() -> None:
     tile = max(of_three, key=lambda tile: tile.tiles_in)
     plan = wgmma.plan_weight_gradient_wgmma(geometry, "float16", layout, None, DEVICES[90], tile)
     assert isinstance(plan, Plan)
-    ((_, usage),) = measure_all([(plan.kernel, compiler.architecture(90), plan.defines)]).items()
-    assert isinstance(usage, dict), usage
-    assert not problems_with(plan, Usage(**usage), DEVICES[90].shared_bytes)
+    assert_sound(plan, 90)
 
 
 def test_a_log_is_understood() -> None:

@@ -1,5 +1,4 @@
 // The threads of one block as fibers: each runs until it waits or returns, so that a run can be repeated exactly.
-#include <sanitizer/common_interface_defs.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <ucontext.h>
