@@ -204,7 +204,7 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
         return items + (at - unit * count);
     };
     for (int first = thread; first < count * UNITS; first += BATCH * STAGERS) {
-        Pack<Stored, WIDTH> values[BATCH][UNIT * PIECE];
+        unsigned words[BATCH][UNIT * PIECE];  // taken apart after the last load: before, that would wait
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
             const int at = first + j * STAGERS;
@@ -216,9 +216,8 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
             const Stored* from = x + offset + piece * PIECE * step;
 #pragma unroll
             for (int k = 0; k < UNIT * PIECE; ++k) {
-#pragma unroll
-                for (int i = 0; i < WIDTH; ++i) zero(values[j][k].value[i]);
-                if (WHOLE ? inside : k < left) values[j][k] = *reinterpret_cast<const Pack<Stored, WIDTH>*>(from);
+                words[j][k] = 0;
+                if (WHOLE ? inside : k < left) words[j][k] = PAIRS ? *reinterpret_cast<const unsigned*>(from) : bits_of(*from);
                 from += step;
             }
         }
@@ -238,7 +237,7 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
                     Channels c;
                     Piece parts[PARTS];
 #pragma unroll
-                    for (int k = 0; k < PIECE; ++k) c.value[k] = values[j][u * PIECE + k].value[i];
+                    for (int k = 0; k < PIECE; ++k) from_bits(words[j][u * PIECE + k] >> 16 * i, c.value[k]);
                     pack(c, parts);
                     if (PAIRS && !(place >> i & 1)) continue;
 #pragma unroll
