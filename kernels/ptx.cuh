@@ -131,7 +131,14 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
                  : "memory");
 }
 
-// The same for 16 bytes that other blocks on the multiprocessor will read too: they go through its L1 cache.
+// All 16 bytes, or zeros.
+__device__ __forceinline__ void copy_async_16_or_zeros(void* shared, const void* global, bool copies) {
+    asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, p;\n}"
+                 :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"((int)copies)
+                 : "memory");
+}
+
+// 16 bytes that other blocks on the multiprocessor will read too: they go through its L1 cache.
 __device__ __forceinline__ void copy_async_16_shared_by_blocks(void* shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;"
                  :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from host.execute import ABSENT, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argumen
 from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case
 
 from cuconvt import cpu
+from cuconvt import plan_correlate_narrow as narrow
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, problem_struct
 from cuconvt.plan_turned import turned
@@ -32,6 +33,8 @@ class HostGradients:
         As for `host.backend.HostBackend`.
     is_turned : bool, optional
         Whether the family is one of transposed convolutions, which runs correlations with a stride of 1.
+    plan : callable, optional
+        As for `host.backend.HostBackend`.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class HostGradients:
         defines: Mapping[str, int] | None = None,
         sources: Mapping[str, str] | None = None,
         is_turned: bool = False,
+        plan: Callable[..., Plan] = plan_family,
     ):
         self.family, self.device, self.precision, self.is_turned = family, device, precision, is_turned
+        self.plan = plan
         self.defines = defines or {}
         self.sources = sources or kernel_sources(f"{family}.cu")
         self.programs: dict[tuple[Any, ...], Program] = {}
@@ -85,7 +90,7 @@ class HostGradients:
             adjoint = turned(geometry, layout)
             assert adjoint is not None, "the problem has a stride"
             geometry, layout = adjoint
-        return plan_family(self.family, geometry, dtype, layout, self.precision, self.device)
+        return self.plan(self.family, geometry, dtype, layout, self.precision, self.device)
 
     def _launch(self, plan: Plan, entry: str, grid: int, block: int, shared_bytes: int, arrays: list[Argument]) -> None:
         defines = tuple({**dict(plan.defines), **self.defines}.items())
@@ -126,6 +131,7 @@ class Case:
     device: Device = DEVICES[90]
     index64: bool = False  # 64-bit indices, though the problem is small
     before_w: int = 0  # the padding before along W, modulo 8, which decides how staged rows are aligned
+    plan: Callable[..., Plan] = plan_family
 
     @property
     def defines(self) -> dict[str, int]:
@@ -155,6 +161,11 @@ RARE = {
         ("float32", "tf32", (2, 2, 2), (2, 2, 2), (1, 1, 1), 17, 9, (True, True)),
         ("float16", None, (1, 3, 3), (1, 1, 1), (1, 1, 1), 24, 17, (False, False)),
     ),
+    "correlate_narrow": (
+        ("bfloat16", None, (3, 3, 3), (2, 2, 2), (1, 1, 1), 8, 8, (False, False)),
+        ("float32", "tf32", (3, 4), (2, 3), (1, 1), 16, 9, (True, False)),
+        ("float32", "tf32x3", (2, 4), (1, 3), (2, 1), 3, 8, (False, False)),
+    ),
     "weight_gradient": (
         ("float32", "ieee", (2, 4), (2, 2), (1, 1), 1, 1, (True, True)),  # several groups a block
         ("float64", None, (11,), (1,), (2,), 9, 3, (False, False)),  # several tiles of taps
@@ -174,7 +185,7 @@ RARE = {
 
 def cases(family: str) -> dict[str, Case]:
     """Return the cases of a family by name."""
-    kinds, few = TENSOR_CORES if family.endswith("gemm") else SIMT, family.endswith("few_channels")
+    kinds, few = TENSOR_CORES if family.endswith(("gemm", "narrow")) else SIMT, family.endswith("few_channels")
     found = {}
     for index in range(6):
         choose = random.Random(index)
@@ -188,13 +199,19 @@ def cases(family: str) -> dict[str, Case]:
         last = choose.random() < 0.4, choose.random() < 0.4
         device = choose.choice([device for device in DEVICES.values() if device.compute_capability != 120])
         fields = {"index64": choose.random() < 0.2, "before_w": choose.randrange(8), "device": device}
+        if family == "correlate_narrow":
+            channels = channels[0], min(channels[1], 8 if precision == "tf32x3" else narrow.MAX_CHANNELS)
+            fields["plan"] = with_a_tile(index)
         name = f"{index}-{precision or dtype}-{rank}d"
         spec = specialisation(kernel, stride, dilation, channels, last)
+        spec = of_contiguous_rows(spec) if family == "correlate_narrow" else spec
         found[name] = Case(for_few(spec, index % 2 == 1) if few else spec, dtype, precision, **fields)
     for dtype, precision, kernel, stride, dilation, c_in, c_out, last in RARE[family]:
         spec = specialisation(kernel, stride, dilation, (c_in, c_out), last)
         name = f"{precision or dtype}-{'x'.join(map(str, kernel))}"
-        found[name] = Case(for_few(spec) if few else spec, dtype, precision)
+        spec = of_contiguous_rows(spec) if family == "correlate_narrow" else spec
+        fields = {"plan": with_a_tile(1)} if family == "correlate_narrow" else {}
+        found[name] = Case(for_few(spec) if few else spec, dtype, precision, **fields)
     return found
 
 
@@ -205,6 +222,28 @@ def specialisation(
     return Specialisation(
         kernel, stride, dilation, *channels, x, tuple(layout for layout in y if layout != "broadcast")
     )
+
+
+def of_contiguous_rows(spec: Specialisation) -> Specialisation:
+    """Return the specialisation with such y alone as correlate_narrow takes."""
+    layouts = tuple(layout for layout in spec.x_layouts if layout != "broadcast")  # y would be, too
+    return dataclasses.replace(spec, x_layouts=layouts, out_layouts=("contiguous",))
+
+
+def with_a_tile(number: int) -> Callable[..., Plan]:
+    """Return a planner of correlate_narrow that takes one of a problem's smaller tiles, whatever it costs."""
+
+    def plan(
+        family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+    ) -> Plan:
+        work = narrow.Work.of_problem(narrow.slides_along_h(geometry, layout)[0], dtype, precision)
+        tiles = [tile for tile in narrow.tiles(work, device) if tile.box_d * tile.box_w <= 32]
+        tile = random.Random(number).choice(tiles)
+        found = narrow.plan_correlate_narrow(geometry, dtype, layout, precision, device, tile)
+        assert isinstance(found, Plan), found
+        return found
+
+    return plan
 
 
 def for_few(spec: Specialisation, apart: bool = False) -> Specialisation:
@@ -229,6 +268,9 @@ def box(family: str, defines: Mapping[str, int]) -> Ints:
     if family == "correlate_gemm":
         rows_h, rows_w = (1, defines["ROWS"]) if defines["ROWS_ALONG_W"] else (defines["ROWS"], 1)
         return (defines["WARPS_D"], defines["WARPS_H"] * rows_h, 8 * defines["WARPS_W"] * rows_w)
+    if family == "correlate_narrow":
+        cut = 4 * ((defines["KERNEL_H"] - 1) * defines["DILATION_H"] // defines["STRIDE_H"] + 1)
+        return (defines["WARPS_D"] * defines["SLICES"], cut, 16 * defines["WARPS_W"] * defines["TILES_M"])
     if family.endswith("few_channels"):
         cut = 4 * ((defines["KERNEL_D"] - 1) * defines["DILATION_D"] // defines["STRIDE_D"] + 1)
         return (
@@ -268,7 +310,7 @@ def plan_for(family: str, this: Case, problem: Problem) -> Plan:
         bias=1,
         out=y((g.n, g.c_out, *g.out_extent)),
     )
-    return plan_family(family, geometry, this.dtype, layout, this.precision, this.device)
+    return this.plan(family, geometry, this.dtype, layout, this.precision, this.device)
 
 
 def one_past_every_edge(family: str, this: Case) -> Problem:

@@ -20,6 +20,7 @@ CHANNELS = {
     "correlate": ((1, 1), (3, 5), (9, 2), (16, 8), (48, 33)),
     "correlate_few_channels": ((1, 1), (1, 3), (2, 9), (9, 1)),
     "correlate_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
+    "correlate_narrow": ((8, 8), (12, 4), (16, 16), (5, 3), (8, 16)),
     "correlate_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64), (256, 128)),
     "few_channels": tuple(itertools.product((1, 3, 9), (1, 2, 3, 4, 9))),
     "gather": tuple(itertools.product((1, 2, 3, 8, 9), (1, 2, 3, 5, 8, 9, 16, 24, 33, 48))),

@@ -149,6 +149,22 @@ def test_few_channels_and_many_positions(cupy: Any, dtype: str, layout: str) -> 
             check(name, problem, dtype, cupy)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")]
+)
+def test_narrow_groups(cupy: Any, dtype: str, precision: str | None) -> None:
+    for problem in (
+        case((3, 24, 11, 45, 67), 24, 3, stride=2, padding=1, groups=3, has_bias=True),
+        case((2, 32, 7, 21, 72), 32, 4, stride=2, padding=1, groups=4, x_layout="channels_last"),
+        case((2, 20, 9, 24, 40), 24, (3, 5, 7), stride=2, padding=(1, 2, 3), output_padding=1, groups=4),
+        case((2, 8, 7, 12, 19), 32, (2, 3, 3), stride=(2, 1, 3), dilation=(1, 2, 1), groups=2),
+        case((5, 40, 45, 67), 16, (3, 5), stride=(2, 3), padding=(1, 2), groups=2, x_layout="strided"),
+        case((3, 16, 1003), 16, 5, stride=3, padding=2, groups=2, has_bias=True),
+    ):
+        for name in ("input", "conv"):
+            check(name, problem, dtype, cupy, precision)
+
+
 # Run by the kernels of transposed convolutions, but for the last, whose padding exceeds what the taps reach.
 STRIDE_1 = {
     "wide": case((2, 33, 9, 21, 37), 35, 3, padding=1, has_bias=True, weight_layout="negative"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from described import DEVICES, geometry_of, layout_of
-from gradients import check
+from gradients import check, gradient_of
 from host.backend import plan_family
 from host.build import kernel_sources, why_not
 from host_gradients import (
@@ -22,13 +23,15 @@ from host_gradients import (
     whole_words,
 )
 from hypothesis import given, seed, settings
-from strategies import Problem, case, problems
+from strategies import DTYPES, Problem, case, problems
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 from test_plan import struct_fields
 
+from cuconvt.grad import conv_transpose3d_input
+
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-BUDGET = {family: 0.02 if family.endswith("gemm") else 0.05 for family in RARE}
+BUDGET = {family: 0.02 if family.endswith("gemm") else 0.05 for family in RARE} | {"correlate_narrow": 0.005}
 CASES = {family: cases(family) for family in RARE}
 ENOUGH = settings().max_examples  # geometries of a family
 EXAMPLES = {family: -(-ENOUGH // len(found)) for family, found in CASES.items()}  # drawn for a specialisation
@@ -39,7 +42,7 @@ def test_any_geometry(family: str, name: str) -> None:
     this = CASES[family][name]
     longest = box(family, dict(plan_for(family, this, smallest(this)).defines))[3 - len(this.spec.kernel) :]
     first, second = ("input", "conv") if family.startswith("correlate") else ("weight", "conv_weight")
-    with gradients_on_host(family, this.device, this.precision, this.defines):
+    with gradients_on_host(family, this.device, this.precision, this.defines, plan=this.plan):
 
         @seed(len(name))
         @settings(max_examples=EXAMPLES[family], derandomize=False, database=None)
@@ -92,10 +95,22 @@ def test_lanes_share_the_columns_of_a_row(family: str, dtype: str, ahead: int) -
             check(operation, problem, dtype)
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("bfloat16", None)])
+def test_pieces_of_other_rows_do_not_leak(dtype: str, precision: str | None) -> None:
+    """What is staged of a row holds elements of the rows before and after, here infinite ones that no tap reads."""
+    problem = case((1, 8, 3, 4, 5), 8, (1, 1, 3), stride=(1, 2, 2), padding=(0, 0, 1))
+    weight, y = problem.arrays(DTYPES[dtype])[1], gradient_of(problem, DTYPES[dtype])
+    y[..., 1::2, :] = np.inf
+    with gradients_on_host("correlate_narrow", DEVICES[90], precision):
+        got = conv_transpose3d_input(problem.x_shape, weight, y, **problem.parameters, precision=precision)
+    assert np.isfinite(got).all()
+
+
 # Two boxes along every axis, two chunks of channels, strides, and taps that meet the padding.
 STRIDED = case((2, 18, 3, 9, 17), 9, 3, stride=2, padding=1)
 LAST_STRIDED = dataclasses.replace(STRIDED, x_layout="channels_last", out_layout="channels_last")
 PROBLEMS = dict.fromkeys(RARE, (STRIDED, LAST_STRIDED))
+PROBLEMS["correlate_narrow"] = (case((1, 9, 5, 6, 17), 7, 3, stride=2, padding=1),)  # y is no multiple of 16 bytes
 PROBLEMS["correlate_few_channels"] = (case((2, 3, 9, 5, 6), 3, 4, stride=2, padding=1, groups=3),)
 PROBLEMS["weight_gradient_few_channels"] = (case((2, 3, 9, 9, 36), 3, 4, stride=2, padding=1, groups=3),)
 
@@ -135,6 +150,37 @@ FAULTS = {
         "correlate_gemm",
         "__syncthreads();  // all of the last stage",
         "// all of the last stage",
+        UNWRITTEN + "|with no barrier in between",
+    ),
+    "what precedes a row is not left out": ("correlate_narrow", "word[i] = y[i] & keep[i];", "word[i] = y[i];", VALUES),
+    "a row that begins as another one does": (
+        "correlate_narrow",
+        "+ plane * lane.offset_of_plane)",
+        "+ plane)",
+        VALUES,
+    ),
+    "pieces beyond the end of y": (
+        "correlate_narrow",
+        "* step + PIECE <= box.end",
+        "* step <= box.end + PIECE",
+        "reads past an array|past its end|belong to no argument",
+    ),
+    "a slice that is not the tap's": (
+        "correlate_narrow",
+        "rest % WarpD::STEP == 0 && rest",
+        "rest",
+        VALUES,
+    ),
+    "a position that is complete too early, narrow": (
+        "correlate_narrow",
+        "sums[REACH - AxisH::back(tap_h)]",
+        "sums[REACH - AxisH::back(tap_h) / 2]",
+        VALUES,
+    ),
+    "no barrier after the wait, narrow": (
+        "correlate_narrow",
+        "__syncthreads();  // all have copied",
+        "// all have copied",
         UNWRITTEN + "|with no barrier in between",
     ),
     "no wait for the kernel that packs, correlate": (

@@ -18,6 +18,7 @@ from cuconvt.plan import MAX_GRID, Device, Layout, Plan, Refusal
 from cuconvt.plan_correlate import make_correlate_plan, plan_correlate
 from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
 from cuconvt.plan_correlate_gemm import plan_correlate_gemm
+from cuconvt.plan_correlate_narrow import plan_correlate_narrow
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES, make_weight_gradient_plan, plan_weight_gradient
 from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
@@ -83,7 +84,8 @@ def test_neither_batch_nor_extents_recompile(operation: str, name: str) -> None:
         ("correlate", FIXED["kb61"], "float32", None, "correlate_wgmma"),
         ("correlate", FIXED["kb61"], "float32", "ieee", "correlate"),
         ("correlate", FIXED["kb61"], "float64", None, "correlate"),
-        ("correlate", FIXED["kb73"], "bfloat16", None, "correlate_wgmma"),
+        ("correlate", FIXED["kb58"], "bfloat16", None, "correlate_wgmma"),
+        ("correlate", FIXED["kb73"], "bfloat16", None, "correlate_narrow"),
         ("correlate", FIXED["depthwise"], "float16", None, "correlate_few_channels"),
         ("weight_gradient", FIXED["kb61"], "float32", None, "weight_gradient_gemm"),
         ("weight_gradient", FIXED["kb61"], "float32", "ieee", "weight_gradient"),
@@ -110,6 +112,8 @@ def test_refusals_say_why() -> None:
             "needs compute capability 8.0, the device has 7.5",
         ),
         (plan_correlate_few_channels, "float32", DEVICES[90], "serves at most 4 channels"),
+        (plan_correlate_narrow, "float64", DEVICES[90], "computes in float16, bfloat16 and TF32, not in float64"),
+        (plan_correlate_narrow, "float16", DEVICES[90], "serves at most 16 channels of y a group, got 48"),
     ):
         refusal = family(geometry, dtype, layout_of(geometry), DEFAULT[dtype], device)
         assert isinstance(refusal, Refusal)
@@ -128,6 +132,52 @@ def test_the_strided_kernel_for_hopper_refuses_too_many_classes_and_taps(problem
     refusal = plan_correlate_wgmma(geometry, "float16", layout_of(geometry), None, DEVICES[90])
     assert isinstance(refusal, Refusal)
     assert reason in refusal.reason
+
+
+NARROW = case((2, 16, 3, 4, 9), 16, 3, stride=2, groups=2)
+
+
+def test_the_kernel_for_narrow_groups_copies_whole_pieces() -> None:
+    geometry = geometry_of(NARROW)
+    dense = layout_of(geometry)
+    n, c, d, h, w = (2, 16, *geometry.out_extent)
+    assert w % 8
+    for strides, aligned, copies in (
+        (dense.out, True, True),
+        (dense.out, False, False),
+        (layout_of(geometry, last=True).out, True, False),
+        (contiguous((n, c, d, h, w + 1)), True, False),  # gaps
+        (contiguous((n, c, d, h, 24)), True, False),  # gaps behind rows that are not whole pieces
+        ((dense.out[0], 0, *dense.out[2:]), True, False),
+    ):
+        layout = dataclasses.replace(dense, out=strides, out_aligned=aligned)
+        plan = plan_correlate_narrow(geometry, "bfloat16", layout, None, DEVICES[90])
+        assert isinstance(plan, Plan) == copies
+        assert copies or "without gaps" in plan.reason
+    whole = geometry_of(
+        dataclasses.replace(NARROW, extent=(3, 4, 8), output_padding=(0, 0, 1), padding=((0, 0), (0, 0), (1, 1)))
+    )
+    assert whole.out_extent[2] == 16
+    layout = dataclasses.replace(layout_of(whole), out=contiguous((n, c, d, h, 24)))
+    assert isinstance(plan_correlate_narrow(whole, "bfloat16", layout, None, DEVICES[90]), Plan)
+
+
+def test_the_kernel_for_narrow_groups_takes_64_bits() -> None:
+    for extent, index64 in ((64, 0), (820, 1)):
+        geometry = geometry_of(case((1, 4, *(extent,) * 3), 4, 2, 2))
+        plan = plan_correlate_narrow(geometry, "float16", layout_of(geometry), None, DEVICES[90])
+        assert dict(plan.defines)["INDEX64"] == index64
+
+
+def test_runs_of_narrow_groups_fill_the_device() -> None:
+    """Few columns of positions are cut into many runs, many columns are not, and no run is empty."""
+    for n, extent in ((1, (4, 64, 32)), (64, (32, 64, 128)), (1, (4, 1, 32))):
+        geometry = geometry_of(case((n, 16, *extent), 16, 3, stride=2, padding=1, groups=2))
+        plan = plan_correlate_narrow(geometry, "float16", layout_of(geometry), None, DEVICES[90])
+        runs = plan.problem[AT.index("tiles") + 1]
+        assert 1 <= runs <= extent[1]
+        assert (runs - 1) * -(-extent[1] // runs) < extent[1]
+        assert (runs > 2) == (n == 1 and extent[1] > 1)
 
 
 def test_parts_fill_the_device_and_no_more() -> None:
@@ -172,7 +222,7 @@ def test_large_arrays_and_far_positions_take_64_bits(family: object) -> None:
     assert index64(case((1, 4, 3, 3), 4, (2, 1), (1, 2**30), padding=(0, 2**30 - 1))) == 1
 
 
-@pytest.mark.parametrize(("fixed", "kernel"), [("kb61", "phase_wgmma"), ("kb73", "correlate_wgmma")])
+@pytest.mark.parametrize(("fixed", "kernel"), [("kb61", "phase_wgmma"), ("kb73", "correlate_narrow")])
 def test_the_kernels_of_transposed_convolutions_serve_a_stride_of_1(fixed: str, kernel: str) -> None:
     choose = pytest.importorskip("cuconvt.cuda_gradients", reason="needs CuPy").choose_correlate_plan
     geometry = geometry_of(FIXED[fixed])

@@ -57,6 +57,17 @@ inline float __uint_as_float(unsigned bits) { return host_bits<float>(bits); }
 inline float __int_as_float(int bits) { return host_bits<float>(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+// The low word of both, shifted right by up to 31 bits.
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+    return (unsigned)((high * 0x100000000ull + low) >> (shift & 31));
+}
+// Digit i of the selector names byte i of the result among the eight of both words.
+inline unsigned __byte_perm(unsigned first, unsigned second, unsigned selector) {
+    const unsigned long long bytes = second * 0x100000000ull + first;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return result;
+}
 
 // ---- the block -----------------------------------------------------------------------------------------------------
 

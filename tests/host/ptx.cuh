@@ -121,6 +121,9 @@ template <int N> void store_words(void* to, const unsigned (&word)[N]) {
 
 inline void copy_async_4(void* shared, const void* global, int bytes) { host::copy_async(shared, global, 4, bytes); }
 inline void copy_async_16(void* shared, const void* global, int bytes) { host::copy_async(shared, global, 16, bytes); }
+inline void copy_async_16_or_zeros(void* shared, const void* global, bool copies) {
+    host::copy_async(shared, global, 16, copies ? 16 : 0);
+}
 inline void copy_async_16_shared_by_blocks(void* shared, const void* global) {
     host::copy_async(shared, global, 16, 16);
 }
