@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 import struct
 import subprocess
 import tempfile
@@ -109,8 +111,10 @@ class Program:
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+            # The sanitizers would read what is known of every library to name the lines of a report.
+            options = {**os.environ, "ASAN_OPTIONS": "symbolize=0:" + os.environ.get("ASAN_OPTIONS", "")}
             self._process = subprocess.Popen(
-                [self.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+                [self.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=options
             )
         return self._process
 
@@ -123,9 +127,18 @@ class Program:
         self._process = None
         # The place stands at the end, after a sanitizer's long report.
         return (
-            "\n".join([*lines[:30], *lines[30:][-1:]])
+            "\n".join(self._with_lines([*lines[:30], *lines[30:][-1:]]))
             or f"ended with status {status} (-9: the time limit, {TIMEOUT} s)"
         )
+
+    def _with_lines(self, report: list[str]) -> list[str]:
+        """Name functions and lines where a report has the addresses of calls within the program."""
+        place = re.compile(rf"\({re.escape(str(self.path))}\+(0x[0-9a-f]+)\)")
+        returns = list(dict.fromkeys(found for line in report for found in place.findall(line)))
+        command = ["addr2line", "-Cfip", "-e", str(self.path), *(hex(int(address, 16) - 1) for address in returns)]
+        named = subprocess.run(command, capture_output=True, text=True).stdout if returns else ""
+        lines = dict(zip(returns, re.split(r"\n(?! \(inlined by\))", named), strict=False))
+        return [place.sub(lambda found: f"in {lines[found[1]]}", line) for line in report]
 
     def _repeat(self, job: bytes) -> str:
         file = self.path.with_suffix(".job")
