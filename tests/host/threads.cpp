@@ -29,6 +29,7 @@ struct Thread {
 
 Thread threads[MAX_THREADS];
 unsigned thread_count;
+uint32_t lanes_waiting[MAX_THREADS / 32], lanes_gone[MAX_THREADS / 32];  // of each warp, in a collective and returned
 Body body;
 void* scheduler_stack_pointer;
 
@@ -101,6 +102,7 @@ void* new_fiber(char* stack, void (*entry)()) {
 
 void entry() {
     body();
+    lanes_gone[current / 32] |= 1u << current % 32;
     suspend(RETURNED);
 }
 
@@ -145,39 +147,42 @@ static std::string other_waits() {
 }
 
 void together(unsigned mask, void* mine, void (*act)(void* const*, unsigned)) {
-    const unsigned warp = current & ~31u, lane = current % 32;
+    const unsigned warp = current / 32, lane = current % 32;
     if (!(mask >> lane & 1)) fail("a lane takes part in a warp collective whose mask %08x leaves it out", mask);
+    if (const unsigned gone = mask & lanes_gone[warp]) {
+        fail("a warp collective waits for lane %d, which has returned or does not exist", __builtin_ctz(gone));
+    }
     threads[current].mask = mask;
     threads[current].mine = mine;
     threads[current].act = act;
-    threads[current].state = AT_COLLECTIVE;
+    lanes_waiting[warp] |= 1u << lane;
+    if (mask & ~lanes_waiting[warp]) return suspend(AT_COLLECTIVE);
     void* lanes[32] = {};
-    for (unsigned other = 0; other < 32; ++other) {
-        if (!(mask >> other & 1)) continue;
-        const Thread& thread = threads[warp + other];
-        if (warp + other >= thread_count || thread.state == RETURNED) {
-            fail("a warp collective waits for lane %u, which has returned or does not exist", other);
-        }
-        if (thread.state != AT_COLLECTIVE) return suspend(AT_COLLECTIVE);
+    static std::vector<unsigned> taking_part;
+    taking_part.clear();
+    for (unsigned left = mask; left; left &= left - 1) {
+        const unsigned other = (unsigned)__builtin_ctz(left);
+        const Thread& thread = threads[warp * 32 + other];
         if (thread.mask != mask || thread.act != act) {
             fail("lanes %u and %u meet in different warp collectives", lane, other);
         }
         lanes[other] = thread.mine;
+        taking_part.push_back(warp * 32 + other);
     }
     act(lanes, mask);
-    ++warp_intervals[warp / 32];
-    std::vector<unsigned> taking_part;
-    for (unsigned other = 0; other < 32; ++other) {
-        if (!(mask >> other & 1)) continue;
-        wake(warp + other);
-        if (clocks_run) taking_part.push_back(warp + other);
-    }
+    ++warp_intervals[warp];
+    lanes_waiting[warp] &= ~mask;
+    for (unsigned thread : taking_part) wake(thread);
     if (clocks_run) meet(taking_part);
 }
 
 void run_block(unsigned count, Body thread_body, Order order, unsigned seed) {
     thread_count = count;
     body = thread_body;
+    for (unsigned i = 0; i < MAX_THREADS / 32; ++i) {
+        lanes_waiting[i] = 0;
+        lanes_gone[i] = 32 * i + 32 <= count ? 0 : 32 * i >= count ? ~0u : ~0u << count % 32;
+    }
     std::vector<unsigned> turns(count);
     for (unsigned i = 0; i < count; ++i) {
         turns[i] = order == DESCENDING ? count - 1 - i : i;
