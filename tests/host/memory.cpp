@@ -169,8 +169,8 @@ struct Copy {
 };
 
 struct Copies {
-    std::vector<Copy> open;
-    std::vector<std::vector<Copy>> groups;  // committed and not yet waited for, the oldest first
+    std::vector<Copy> issued;    // and not yet waited for, the oldest first
+    std::vector<size_t> groups;  // how many of these had been issued at each commit
 };
 
 Copies copies[MAX_THREADS];
@@ -235,7 +235,10 @@ void begin_block(unsigned threads, size_t size, int pattern) {
     memset(shared_bytes, pattern, size);
     fill_static_shared(pattern);
     for (size_t i = 0; i < size / UNIT; ++i) units[i].in_flight = false;
-    for (unsigned i = 0; i < threads; ++i) copies[i] = {};
+    for (unsigned i = 0; i < threads; ++i) {
+        copies[i].issued.clear();
+        copies[i].groups.clear();
+    }
     waited_for_kernel_before = false;
 }
 
@@ -266,29 +269,29 @@ void copy_async(void* shared, const void* global, unsigned size, int bytes_read)
     if (bytes_read < 0 || bytes_read > (int)size) fail("an asynchronous copy of %d bytes into %u", bytes_read, size);
     if (bytes_read) {
         if ((uintptr_t)global % size) fail("an asynchronous copy of %u bytes from a misaligned address", size);
-        check((uintptr_t)global, (size_t)bytes_read, false);
-        if (__asan_region_is_poisoned((void*)global, (size_t)bytes_read)) fail("an asynchronous copy reads past an array");
+        const bool sound = check((uintptr_t)global, (size_t)bytes_read, false);
+        if (!sound && __asan_region_is_poisoned((void*)global, (size_t)bytes_read)) {
+            fail("an asynchronous copy reads past an array");
+        }
         memcpy(copy.data, global, (size_t)bytes_read);
     }
     write_shared(copy.offset, size, access_of_thread(), true);
-    copies[current].open.push_back(copy);
+    copies[current].issued.push_back(copy);
 }
 
-void copy_async_commit() {
-    Copies& mine = copies[current];
-    mine.groups.push_back(mine.open);
-    mine.open.clear();
-}
+void copy_async_commit() { copies[current].groups.push_back(copies[current].issued.size()); }
 
 void copy_async_wait(unsigned pending) {
-    auto& groups = copies[current].groups;
-    while (groups.size() > pending) {
-        for (const Copy& copy : groups.front()) {
-            write_shared(copy.offset, copy.size, access_of_thread(), false);
-            memcpy(shared_bytes + copy.offset, copy.data, copy.size);
-        }
-        groups.erase(groups.begin());
+    auto& [issued, groups] = copies[current];
+    if (groups.size() <= pending) return;
+    const size_t complete = groups.size() - pending, end = groups[complete - 1];
+    for (size_t i = 0; i < end; ++i) {
+        write_shared(issued[i].offset, issued[i].size, access_of_thread(), false);
+        memcpy(shared_bytes + issued[i].offset, issued[i].data, issued[i].size);
     }
+    issued.erase(issued.begin(), issued.begin() + (ptrdiff_t)end);
+    groups.erase(groups.begin(), groups.begin() + (ptrdiff_t)complete);
+    for (size_t& left : groups) left -= end;
 }
 
 // ---- tensor cores and bulk copies ------------------------------------------------------------------------------------
@@ -339,8 +342,8 @@ void begin_bulk_copy(uint32_t to, const void* from, uint32_t size, unsigned acto
     size_t offset;
     const bool dynamic = is_dynamic(to, size, offset, "a bulk copy writes");
     if (size) {
-        check((uintptr_t)from, size, false);
-        if (__asan_region_is_poisoned((void*)from, size)) fail("a bulk copy reads past an array");
+        const bool sound = check((uintptr_t)from, size, false);
+        if (!sound && __asan_region_is_poisoned((void*)from, size)) fail("a bulk copy reads past an array");
     }
     if (dynamic) {
         for (size_t i = offset / UNIT; i < (offset + size) / UNIT; ++i) {

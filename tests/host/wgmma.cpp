@@ -75,6 +75,15 @@ struct Issuer {
     std::vector<OpenChain> open;
     std::vector<OpenA> open_a;
     std::vector<Result> results;  // in accumulators since the last fence
+
+    void begin() {
+        operations = groups = chains = pending = 0;
+        fenced = fenced_group = false;
+        registers = 0;
+        open.clear();
+        open_a.clear();
+        results.clear();
+    }
 };
 
 Warpgroup warpgroups[WARPGROUPS];
@@ -323,7 +332,7 @@ void set_registers(int count) {
 
 void begin_wgmma() {
     for (unsigned i = 0; i * GROUP < blockDim.x; ++i) warpgroups[i] = {{}, 0, {}, {}, 0, epochs[TENSOR_CORES + i]};
-    for (unsigned i = 0; i < blockDim.x; ++i) issuers[i] = {};
+    for (unsigned i = 0; i < blockDim.x; ++i) issuers[i].begin();
 }
 
 void end_wgmma() {
