@@ -25,7 +25,7 @@ from cuconvt.plan import (
     problem_parameters,
 )
 from cuconvt.plan_phase_gemm import PRECISION_CODES, _channels_stored, _others_divisible, _x_vector
-from cuconvt.plan_phase_wgmma import _batch_as_depth, _even
+from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -94,7 +94,7 @@ def plan_narrow_groups(
     vector = _out_vector(geometry, layout, work)
     tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
     sets = geometry.groups // tile.groups * tiles_c
-    box = work.best_box(tile, extents, device, geometry.n * sets, vector)
+    box = work.best_box(tile, extents, device, geometry.n * sets, vector, known={})
     if box is None:
         return Refusal("narrow_groups", "the box of this tile does not fit into shared memory")
     tiles = tuple(-(-e // b) for e, b in zip(extents, box, strict=True))
@@ -265,6 +265,15 @@ class Work:
         """Outputs of a cell that have a tap."""
         return prod(min(k, s // gcd(s, d)) for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True))
 
+    @functools.cached_property
+    def taps(self) -> int:
+        return prod(self.kernel)
+
+    @functools.cached_property
+    def outputs(self) -> int:
+        """Outputs of a cell, of one channel."""
+        return prod(self.stride)
+
     @property
     def parts(self) -> int:
         return 2 if self.products == 3 else 1
@@ -282,13 +291,17 @@ class Work:
         return 1 if tile.half_k else 2 * self.parts
 
     def fragments(self, tile: Tile) -> int:
-        return prod(self.kernel) * tile.k_steps * tile.tiles_c
+        return self.taps * tile.k_steps * tile.tiles_c
+
+    def staged(self, box: Ints) -> int:
+        """Positions of x that the cells of a box read."""
+        (depth, height, width), (of_d, of_h, of_w) = box, self.shifts
+        return (depth + of_d - 1) * (height + of_h - 1) * (width + of_w - 1)
 
     def shared_bytes(self, tile: Tile, box: Ints) -> int:
-        staged = prod(b + s - 1 for b, s in zip(box, self.shifts, strict=True))
         turned = 0 if self.out_channels_last else 8 * at_residue(tile.cells * self.stride[2], 4, 16)
         weights = 0 if tile.hold_weights else self.fragments(tile) * 32 * self.words(tile)
-        return staged * self.parts * self.pieces(tile) * 16 + 4 * (WARPS * turned + weights)
+        return self.staged(box) * self.parts * self.pieces(tile) * 16 + 4 * (WARPS * turned + weights)
 
     def stores_both_eights(self, tile: Tile) -> bool:
         """Whether lanes may exchange channels, so that they store whole sectors of memory."""
@@ -307,8 +320,13 @@ class Work:
             others -= 2
         return self.accumulators(tile) + held + others + 10 * (tile.k_steps - 1) + 6 * (tile.tiles_c - 1)
 
-    def best_box(self, tile: Tile, extents: Ints, device: Device, times: int, vector: bool) -> Ints | None:
-        """Return the box of cells with the least time for so many cells along D, H, W, so many times."""
+    def best_box(
+        self, tile: Tile, extents: Ints, device: Device, times: int, vector: bool, known: dict[Ints, float]
+    ) -> Ints | None:
+        """Return the box of cells with the least time for so many cells along D, H, W, so many times.
+
+        `known` keeps the clocks of boxes from call to call.
+        """
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
         # A vector of several cells may not go on in the next row.
         whole = max(1, widest_vector(self.stride[2], self.itemsize) // self.stride[2])
@@ -319,8 +337,10 @@ class Work:
             box = (depth, height, -(-width // whole) * whole)
             if prod(box) > MAX_CELLS or self.shared_bytes(tile, box) > room:
                 continue
-            count = prod(-(-e // b) for e, b in zip(extents, box, strict=True))
-            clocks = self.clocks(tile, box, vector) * -(-count * times // (device.multiprocessors * tile.min_blocks))
+            if box not in known:
+                known[box] = self.clocks(tile, box, vector)
+            count = _count(extents, box)
+            clocks = known[box] * -(-count * times // (device.multiprocessors * tile.min_blocks))
             if best is None or clocks < best[0]:
                 best = clocks, box
         return best and best[1]
@@ -332,24 +352,23 @@ class Work:
         """
         if device.compute_capability >= 100 and tile.groups == 2 and tile.min_blocks == 4:
             return None
-        logarithms = 0.0
+        logarithms, known = 0.0, dict[Ints, float]()
         for typical in TYPICAL_EXTENTS[self.rank]:
             extents = tuple(typical if axis >= 3 - self.rank else 64 for axis in range(3))
-            box = self.best_box(tile, extents, device, MANY, False)
+            box = self.best_box(tile, extents, device, MANY, False, known)
             if box is None:
                 return None
-            count = prod(-(-e // b) for e, b in zip(extents, box, strict=True))
-            logarithms += log(self.clocks(tile, box, False) * count / prod(extents))
+            logarithms += log(known[box] * _count(extents, box) / prod(extents))
         mean = exp(logarithms / len(TYPICAL_EXTENTS[self.rank]))
         return COMPARED * mean * -(-self.c_out // (8 * tile.tiles_c)) / tile.groups
 
     def clocks(self, tile: Tile, box: Ints, vector: bool) -> float:
         """Estimate a multiprocessor's clocks for one box and one tile of channels."""
         # Sixteens of cells that are multiplied; the warps of a block take equally many.
-        rows = -(-prod(box) // (WARPS * tile.cells)) * WARPS * tile.tiles_m
-        staged = prod(b + s - 1 for b, s in zip(box, self.shifts, strict=True))
-        values = ROWS * prod(self.stride) * 8 * tile.tiles_c / 32  # of a lane
-        products = prod(self.kernel) * tile.k_steps * tile.tiles_c * self.products
+        cells, staged = prod(box), self.staged(box)
+        rows = -(-cells // (WARPS * tile.cells)) * WARPS * tile.tiles_m
+        values = ROWS * self.outputs * 8 * tile.tiles_c / 32  # of a lane
+        products = self.taps * tile.k_steps * tile.tiles_c * self.products
         loads = self.reads * tile.k_steps * self.parts
         weights = 0 if tile.hold_weights else self.fragments(tile) / tile.tiles_m
         tensor = rows * products * MMA_CLOCKS
@@ -364,13 +383,13 @@ class Work:
         issue = rows * (a_product * products + loads + weights + values * a_value + a_row)
         issue += staged * (c_in * (1 if self.x_channels_last else 3) + 15 * self.parts) / 32
         # A row starts and ends within sectors, which others write, too.
-        cells, channels = prod(box), min(tile.groups * self.c_out, 8 * tile.tiles_c)
+        channels = min(tile.groups * self.c_out, 8 * tile.tiles_c)
         sector = 32 / self.itemsize
         if self.out_channels_last:
             ragged = max(1, sector / channels)
         else:
             ragged = 1 if vector else 1 + ROW_ENDS / (box[2] * self.stride[2])
-        memory = cells * prod(self.stride) * channels * self.itemsize * ragged / MEMORY_BYTES_A_CLOCK
+        memory = cells * self.outputs * channels * self.itemsize * ragged / MEMORY_BYTES_A_CLOCK
         l2 = staged * c_in * self.itemsize / L2_BYTES_A_CLOCK
         units = (tensor, shared, l2, memory, issue / INSTRUCTIONS_A_CLOCK)
         busy = max(units) + OVERLAP * (sum(units) - max(units))

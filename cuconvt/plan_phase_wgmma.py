@@ -522,17 +522,18 @@ class Work:
     def fits(self, tile: Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        extent = (1, *box.extent[1:]) if tile.slides else box.extent
-        far = max(e * st for e, st in zip(extent, self.shape.stride, strict=True))
+        (d, h, w), (of_d, of_h, of_w) = box.extent, self.shape.stride
+        far = max((1 if tile.slides else d) * of_d, h * of_h, w * of_w)
         return box.plane <= MAX_POSITIONS and far <= MAX_OUTPUTS and self.shared_bytes(tile, box, True) <= room
 
     def boxes(self, tile: Tile, extents: Ints) -> Iterator[Box]:
         """Yield boxes that suit a tile, for so many positions along D, H, W."""
         _, reach_h, reach_w = self.reach(tile)
         extra = reach_w if tile.merge_w else 0
+        depths = [1] if tile.slides else _few(extents[0])
         for w in _widths(extents[2], tile.rows - extra):
             pitch = w + reach_w
-            for d in [1] if tile.slides else _few(extents[0]):
+            for d in depths:
                 most = ((tile.rows - w - extra) // pitch + 1 - (d - 1) * reach_h) // d
                 if most < 1:
                     break
@@ -554,9 +555,8 @@ class Work:
     def _box(self, tile: Tile, extent: tuple[int, int, int], patches: tuple[int, int], last_row: int) -> Box:
         """Add the number of positions: all of the box with its halo, and up to what the last row's last tap reads."""
         reach = self.reach(tile)
-        d, h, w = (e + r for e, r in zip(extent, self.reach(tile), strict=True))
-        if tile.slides:
-            d = 1
+        d = 1 if tile.slides else extent[0] + reach[0]
+        h, w = extent[1] + reach[1], extent[2] + reach[2]
         reads = last_row + (reach[0] * h + reach[1]) * w + reach[2] + 1
         # Neighbouring pieces of a position lie in different banks.
         units = 2 * tile.k_steps
