@@ -226,7 +226,7 @@ __device__ __forceinline__ unsigned two_of(const unsigned (&word)[COUNT], int ev
     if (!has_odd) return even % 2 ? first >> 16 : first & 0xffffu;
     const unsigned second = word[odd / 2];
     if (even % 2 == 0 && odd == even + 1) return first;
-    return __byte_perm(first, second, (even % 2 ? 0x32 : 0x10) | (odd % 2 ? 0x7600 : 0x5400));
+    return select_bytes(first, second, (even % 2 ? 0x32 : 0x10) | (odd % 2 ? 0x7600 : 0x5400));
 }
 
 // The words of one channel, for both positions of the lane. `y` is its first word without the shift.

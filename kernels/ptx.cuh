@@ -103,6 +103,14 @@ __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&r)[4], cons
                  : "memory");
 }
 
+// ---- bytes -----------------------------------------------------------------------------------------------------------
+// Four bytes of two words: the lowest four bits of the selection number the lowest one, from 0 in `low` to 7 in `high`.
+__device__ __forceinline__ unsigned select_bytes(unsigned low, unsigned high, unsigned selection) {
+    unsigned bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selection));
+    return bytes;
+}
+
 // ---- stores ----------------------------------------------------------------------------------------------------------
 // Words that follow each other in global memory, aligned to their size, by one instruction: the compiler may take an assignment
 // of a struct apart, which then costs as much as several.

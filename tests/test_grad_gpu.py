@@ -165,6 +165,36 @@ def test_narrow_groups(cupy: Any, dtype: str, precision: str | None) -> None:
             check(name, problem, dtype, cupy, precision)
 
 
+# Of few channels a group: rows of odd and even lengths, with gaps, in several boxes along every axis.
+NARROW = {
+    "odd": case((2, 16, 9, 33, 70), 16, 3, stride=2, padding=1, groups=2),
+    "even": case((2, 16, 9, 33, 64), 16, 3, stride=2, padding=1, output_padding=1, groups=2),
+    "long": case((2, 24, 5, 12, 24), 24, (3, 5, 7), stride=2, padding=(1, 2, 3), output_padding=1, groups=3),
+    "once": case((2, 13, 40, 131), 9, 3, padding=1),
+    "one_axis": case((3, 16, 5003), 20, 16, stride=8, padding=4, groups=2),
+    "gaps": case((2, 6, 9, 21, 37), 10, (2, 3, 4), (1, 2, 3), x_layout="cropped", out_layout="misaligned", groups=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]
+)
+@pytest.mark.parametrize("name", NARROW)
+def test_rows_of_few_channels(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, precision: str | None
+) -> None:
+    from cuconvt import cuda_gradients
+    from cuconvt.plan_weight_gradient_narrow import plan_weight_gradient_narrow
+
+    # Whatever the estimates say.
+    monkeypatch.setattr(cuda_gradients, "make_weight_gradient_plan", plan_weight_gradient_narrow)
+    cuda_gradients._prepare_weight_gradient.cache_clear()
+    try:
+        check("weight", NARROW[name], dtype, cupy, precision)
+    finally:
+        cuda_gradients._prepare_weight_gradient.cache_clear()
+
+
 # Run by the kernels of transposed convolutions, but for the last, whose padding exceeds what the taps reach.
 STRIDE_1 = {
     "wide": case((2, 33, 9, 21, 37), 35, 3, padding=1, has_bias=True, weight_layout="negative"),

@@ -303,6 +303,7 @@ def test_every_family_is_reached() -> None:
         *CASES,
         *host_gradients.RARE,
         "correlate_wgmma",
+        "weight_gradient_narrow",
         "weight_gradient_wgmma",
         *without_twin(),
     }

@@ -93,6 +93,8 @@ def test_neither_batch_nor_extents_recompile(operation: str, name: str) -> None:
         ("weight_gradient", case((1, 128, 8, 8, 8), 128, 3, padding=1), "float32", "tf32", "weight_gradient_wgmma"),
         ("weight_gradient", FIXED["gan_3d"], "float32", "tf32x3", "weight_gradient_gemm"),
         ("weight_gradient", FIXED["depthwise"], "bfloat16", None, "weight_gradient_few_channels"),
+        ("weight_gradient", FIXED["kb73"], "bfloat16", None, "weight_gradient_narrow"),
+        ("weight_gradient", FIXED["kb73"], "float32", None, "weight_gradient_narrow"),
     ],
 )
 def test_choice(operation: str, problem: Problem, dtype: str, precision: str | None, kernel: str) -> None:

@@ -61,13 +61,6 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)((high * 0x100000000ull + low) >> (shift & 31));
 }
-// Digit i of the selector names byte i of the result among the eight of both words.
-inline unsigned __byte_perm(unsigned first, unsigned second, unsigned selector) {
-    const unsigned long long bytes = second * 0x100000000ull + first;
-    unsigned result = 0;
-    for (int i = 0; i < 4; ++i) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    return result;
-}
 
 // ---- the block -----------------------------------------------------------------------------------------------------
 

@@ -107,6 +107,15 @@ inline int recomputed(int value) { return value; }
 inline float on_its_own(float value) { return value; }
 template <class T> T* worked_out(T* address) { return address; }
 
+// ---- bytes -----------------------------------------------------------------------------------------------------------
+
+inline unsigned select_bytes(unsigned low, unsigned high, unsigned selection) {
+    const unsigned long long both = low | (unsigned long long)high << 32;
+    unsigned bytes = 0;
+    for (int i = 0; i < 4; ++i) bytes |= (unsigned)(both >> 8 * (selection >> 4 * i & 7) & 0xff) << 8 * i;
+    return bytes;
+}
+
 // ---- stores --------------------------------------------------------------------------------------------------------
 
 template <int N> void store_words(void* to, const unsigned (&word)[N]) {
