@@ -378,6 +378,8 @@ def tiles(work: Work, device: Device) -> Iterator[Tile]:
             continue
         if hold and work.fragments(tile) * work.words > MAX_HELD:
             continue
+        if slices * tiles_m > 2 and tiles_c * k_steps > 1 and work.kernel[0] > 1:  # some spilled
+            continue
         if work.accumulators(tile) > MAX_ACCUMULATORS:
             continue
         if work.fragments(tile) * work.products * slices * tiles_m > MAX_UNROLLED:

@@ -22,6 +22,7 @@ from strategies import DTYPES, Problem, case
 from cuconvt import compile as compiler
 from cuconvt import plan_weight_gradient_wgmma as wgmma
 from cuconvt.plan import Plan
+from cuconvt.plan_correlate_narrow import plan_correlate_narrow
 from cuconvt.plan_narrow_groups import plan_narrow_groups
 from cuconvt.plan_weight_gradient import make_weight_gradient_plan
 
@@ -168,6 +169,21 @@ def test_sums_of_three_products_in_narrow_groups_do_not_spill(problem: Problem, 
     for last in (False, True):
         layout = layout_of(geometry, last=last)
         plan = plan_narrow_groups(geometry, "float32", layout, "tf32x3", DEVICES[arch])
+        assert isinstance(plan, Plan)
+        assert_sound(plan, arch)
+
+
+# Sums of many slices and channels have spilled, and weights that the compiler keeps from plane to plane.
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_narrow_correlations_of_two_eights_do_not_spill(arch: int) -> None:
+    skip_if_unknown(arch)
+    for problem, dtype, precision in (
+        (case((2, 16, 9, 9, 9), 8, 4, 2, 1), "float32", "tf32"),
+        (case((2, 8, 9, 9, 9), 16, 3, padding=1), "float32", "tf32"),
+        (case((2, 16, 9, 9), 16, (3, 16), (1, 8)), "float16", None),
+    ):
+        geometry = geometry_of(problem)
+        plan = plan_correlate_narrow(geometry, dtype, layout_of(geometry), precision, DEVICES[arch])
         assert isinstance(plan, Plan)
         assert_sound(plan, arch)
 
