@@ -107,7 +107,7 @@ __host__ __device__ constexpr int tap_of_phase(int phase, int before) {
 struct TwoTaps {
     int phase, first, second;
 };
-// They by their number, which counts through the phases.
+// Two taps by their number, which counts through the phases.
 __host__ __device__ constexpr TwoTaps two_taps(int number) {
     for (int phase = 0; phase < STRIDE_W; ++phase)
         for (int before = 0; tap_of_phase(phase, before) < KERNEL_W; before += 2)
@@ -151,7 +151,7 @@ constexpr int VALUES = SUMS * THREADS_C;        // of a block
 
 // ---- boxes in shared memory ------------------------------------------------------------------------------------------
 
-// Distances, in elements: those of memory modulo UNIT.
+// Distances in shared memory, in elements: modulo UNIT those of memory.
 struct Pitch {
     int row, plane, channel;
 };
