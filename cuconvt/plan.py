@@ -216,6 +216,20 @@ def span(extents: Ints, strides: Ints) -> int:
     return sum((extent - 1) * abs(stride) for extent, stride in zip(extents, strides, strict=True))
 
 
+def axis_macros(**values: Ints) -> tuple[tuple[str, int], ...]:
+    """Return a macro for each axis of each value: KERNEL_D, KERNEL_H, KERNEL_W and so on."""
+    return tuple(
+        (f"{name}_{axis}", value) for name, along in values.items() for axis, value in zip(AXES, along, strict=True)
+    )
+
+
+def refuse_steps(geometry: Geometry) -> str | None:
+    """Return why a kernel cannot count the steps along some axis, if it cannot."""
+    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
+        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    return None
+
+
 def needs_64_bits(geometry: Geometry, layout: Layout, box: Ints) -> bool:
     """Return whether an offset into an array, or a position that a kernel computes, may reach 2**31."""
     g = geometry

@@ -14,7 +14,6 @@ from math import gcd, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     INDEX_LIMIT,
     MAX_GRID,
@@ -24,9 +23,11 @@ from cuconvt.plan import (
     Plan,
     Refusal,
     at_residue,
+    axis_macros,
     cheapest,
     needs_64_bits,
     problem_parameters,
+    refuse_steps,
     round_up,
 )
 
@@ -93,8 +94,8 @@ def plan_correlate(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
 ) -> Plan | Refusal:
     """Propose the cheapest tile. The kernel computes in float32 (float64 for float64), which serves every precision."""
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return Refusal("correlate", "stride and dilation * kernel must stay below 2**31 on every axis")
+    if reason := refuse_steps(geometry):
+        return Refusal("correlate", reason)
     tile = min(_tiles(geometry, dtype, layout, device), key=lambda t: _cost_a_position(geometry, t), default=None)
     if tile is None:
         return Refusal("correlate", f"no tile fits into {device.shared_bytes} bytes of shared memory")
@@ -103,21 +104,16 @@ def plan_correlate(
     grid = tiles_d * tiles_h * tiles_w * tiles_c * geometry.groups * geometry.n
     if grid > MAX_GRID:
         return Refusal("correlate", f"{grid} blocks are more than a launch takes ({MAX_GRID})")
-    per_axis = {
-        "KERNEL": geometry.kernel,
-        "STRIDE": geometry.stride,
-        "DILATION": geometry.dilation,
-        "THREADS": tile.threads,
-        "HALO": tuple(map(int, tile.halo)),
-    }
     shared = _shared_bytes(geometry, dtype, layout, tile)
     lanes = LANES // 2 if dtype == "float64" else LANES
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
+        *axis_macros(
+            KERNEL=geometry.kernel,
+            STRIDE=geometry.stride,
+            DILATION=geometry.dilation,
+            THREADS=tile.threads,
+            HALO=tuple(map(int, tile.halo)),
         ),
         ("THREADS_C", tile.threads_c),
         ("POSITIONS_W", tile.positions_w),

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import AXES, DTYPE_CODES, MAX_GRID, Device, Layout, Plan, Refusal, problem_parameters, round_up
+from cuconvt.plan import (
+    DTYPE_CODES,
+    MAX_GRID,
+    Device,
+    Layout,
+    Plan,
+    Refusal,
+    axis_macros,
+    problem_parameters,
+    refuse_steps,
+    round_up,
+)
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_gemm import with_margin
 from cuconvt.plan_few_channels import _batch_as_axis, _constant_stride
@@ -63,15 +74,10 @@ def plan_correlate_few_channels(
     runs = -(-g.x_extent[0] // -(-g.x_extent[0] // runs))  # none without a plane
     if blocks * runs > MAX_GRID or g.x_extent[1] * tiles_w >= 2**31 - THREADS:
         return Refusal(name, f"{blocks * runs} blocks are more than a launch takes ({MAX_GRID})")
-    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
     row = work.row(tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
         ("POSITIONS_W", tile.positions_w),
         ("LANES_C", tile.lanes_c),
         ("EARLY", row.early),
@@ -104,9 +110,7 @@ def refuse_channels(geometry: Geometry) -> str | None:
     """Return why a problem is not one of few channels, if it is none."""
     if min(geometry.c_in_per_group, geometry.c_out_per_group) > FEW:
         return f"serves at most {FEW} channels of x or of y a group"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
-    return None
+    return refuse_steps(geometry)
 
 
 class _Work:

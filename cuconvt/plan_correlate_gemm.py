@@ -9,7 +9,6 @@ from math import prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     MAX_GRID,
     Device,
@@ -17,7 +16,9 @@ from cuconvt.plan import (
     Plan,
     Refusal,
     at_residue,
+    axis_macros,
     problem_parameters,
+    refuse_steps,
     round_up,
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
@@ -88,16 +89,11 @@ def plan_correlate_gemm(
     grid = tiles_d * tiles_h * tiles_w * tiles_c * g.groups * g.n
     if grid > MAX_GRID:
         return Refusal("correlate_gemm", f"{grid} blocks are more than a launch takes ({MAX_GRID})")
-    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation, "WARPS": tile.warps}
     shared = 4 * work.shared_words(tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation, WARPS=tile.warps),
         ("WARPS_C", tile.warps_c),
         ("ROWS", tile.rows),
         ("ROWS_ALONG_W", int(tile.rows_along_w)),
@@ -137,8 +133,8 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
     if dtype == "float64" or precision == "ieee":
         return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    if reason := refuse_steps(geometry):
+        return reason
     if geometry.kernel[2] > MAX_TAPS_W or geometry.kernel[1] > MAX_TAPS_H:
         return f"unrolls at most {MAX_TAPS_H} x {MAX_TAPS_W} taps along H and W, got {geometry.kernel[1:]}"
     return None

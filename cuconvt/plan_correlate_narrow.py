@@ -10,7 +10,6 @@ from math import ceil, exp, gcd, log, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     MAX_GRID,
     Device,
@@ -19,7 +18,9 @@ from cuconvt.plan import (
     Plan,
     Refusal,
     at_residue,
+    axis_macros,
     problem_parameters,
+    refuse_steps,
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
@@ -96,16 +97,11 @@ def plan_correlate_narrow(
     runs = _runs(g.x_extent[1], columns, work.depth, device.multiprocessors * tile.min_blocks)
     if columns * runs > MAX_GRID:
         return Refusal(name, f"{columns * runs} blocks are more than a launch takes ({MAX_GRID})")
-    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
     x_extents = (g.n, g.c_in, *g.x_extent)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
-        *(
-            (f"{macro}_{axis}", value)
-            for macro, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
         ("WARPS_D", tile.warps_d),
         ("WARPS_W", tile.warps_w),
         ("SLICES", tile.slices),
@@ -156,9 +152,7 @@ def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | Non
         return f"serves at most {MAX_CHANNELS} channels of y a group, got {geometry.c_out_per_group}"
     if not _copies_pieces(geometry, layout, 4 if dtype == "float32" else 8):
         return "needs an aligned y whose rows follow each other without gaps, or are whole pieces of 16 bytes"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
-    return None
+    return refuse_steps(geometry)
 
 
 def slides_along_h(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:

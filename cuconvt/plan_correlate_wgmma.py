@@ -15,16 +15,7 @@ from math import ceil, gcd, inf, prod
 
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.geometry import Geometry
-from cuconvt.plan import (
-    Device,
-    Ints,
-    Layout,
-    Plan,
-    Refusal,
-    magic,
-    problem_parameters,
-    weight_strides,
-)
+from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, magic, problem_parameters, refuse_steps, weight_strides
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _x_vector
 from cuconvt.plan_phase_wgmma import (
@@ -174,8 +165,8 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
     if dtype == "float64" or precision == "ieee":
         return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    if reason := refuse_steps(geometry):
+        return reason
     if geometry.kernel[2] > MAX_UNROLLED_TAPS:
         return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
     classes = tuple(

@@ -9,7 +9,6 @@ from math import gcd, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     MAX_GRID,
     Device,
@@ -18,9 +17,11 @@ from cuconvt.plan import (
     Plan,
     Refusal,
     all_positions,
+    axis_macros,
     needs_64_bits,
     positions,
     problem_parameters,
+    refuse_steps,
     round_up,
     span,
 )
@@ -84,14 +85,9 @@ def plan_few_channels(
     if blocks * chunks > MAX_GRID or rows * tiles_w >= 2**31 - THREADS:
         return Refusal("few_channels", f"{blocks * chunks} blocks are more than a launch takes ({MAX_GRID})")
 
-    per_axis = {"KERNEL": geometry.kernel, "STRIDE": geometry.stride, "DILATION": geometry.dilation}
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=geometry.kernel, STRIDE=geometry.stride, DILATION=geometry.dilation),
         ("SHIFT_W", work.shift_w),
         ("POSITIONS_W", tile.positions_w),
         ("CHANNELS_OUT", tile.channels_out),
@@ -133,9 +129,7 @@ def _refuse(geometry: Geometry, dtype: str, device: Device) -> str | None:
         return f"needs compute capability 8.0 for bfloat16, the device has {device.compute_capability / 10}"
     if min(geometry.c_in_per_group, geometry.c_out_per_group) > FEW:
         return f"serves at most {FEW} input or {FEW} output channels a group"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
-    return None
+    return refuse_steps(geometry)
 
 
 def _batch_as_axis(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:

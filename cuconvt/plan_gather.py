@@ -9,7 +9,6 @@ from math import gcd, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     MAX_GRID,
     Device,
@@ -18,9 +17,11 @@ from cuconvt.plan import (
     Refusal,
     all_positions,
     at_residue,
+    axis_macros,
     needs_64_bits,
     positions,
     problem_parameters,
+    refuse_steps,
     round_up,
 )
 
@@ -63,8 +64,8 @@ def plan_gather(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
 ) -> Plan | Refusal:
     """Propose the cheapest tile, or a given one. It serves every precision, in float32 (float64 for float64)."""
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return Refusal("gather", "stride and dilation * kernel must stay below 2**31 on every axis")
+    if reason := refuse_steps(geometry):
+        return Refusal("gather", reason)
     fitting = _tiles(geometry, dtype, layout, device)
     tile = tile or min(fitting, key=lambda t: _cost_a_position(geometry, t), default=None)
     if tile is None:
@@ -75,21 +76,16 @@ def plan_gather(
     grid = tiles_d * tiles_h * tiles_w * phases * tiles_c * geometry.groups * geometry.n
     if grid > MAX_GRID:
         return Refusal("gather", f"{grid} blocks are more than a launch takes ({MAX_GRID})")
-    per_axis = {
-        "KERNEL": geometry.kernel,
-        "STRIDE": geometry.stride,
-        "DILATION": geometry.dilation,
-        "THREADS": tile.threads,
-        "HALO": tuple(map(int, tile.halo)),
-    }
     shared = _shared_bytes(geometry, dtype, layout, tile)
     lanes = LANES // 2 if dtype == "float64" else LANES
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
+        *axis_macros(
+            KERNEL=geometry.kernel,
+            STRIDE=geometry.stride,
+            DILATION=geometry.dilation,
+            THREADS=tile.threads,
+            HALO=tuple(map(int, tile.halo)),
         ),
         ("THREADS_C", tile.threads_c),
         ("POSITIONS_W", tile.positions_w),

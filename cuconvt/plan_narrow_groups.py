@@ -10,7 +10,6 @@ from math import exp, gcd, inf, log, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     MAX_GRID,
     Device,
@@ -20,9 +19,11 @@ from cuconvt.plan import (
     Refusal,
     all_positions,
     at_residue,
+    axis_macros,
     magic,
     needs_64_bits,
     problem_parameters,
+    refuse_steps,
 )
 from cuconvt.plan_phase_gemm import PRECISION_CODES, _channels_stored, _others_divisible, _x_vector
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
@@ -103,21 +104,11 @@ def plan_narrow_groups(
         return Refusal("narrow_groups", f"counts boxes in 31 bits, got {boxes} of {sets} sets of weights")
     resident = device.multiprocessors * tile.min_blocks
     shift = tuple(p % s for p, s in zip(geometry.pad_before, geometry.stride, strict=True))
-    per_axis = {
-        "KERNEL": geometry.kernel,
-        "STRIDE": geometry.stride,
-        "DILATION": geometry.dilation,
-        "SHIFT": shift,
-    }
     staged = tuple(b + s - 1 for b, s in zip(box, work.shifts, strict=True))
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=geometry.kernel, STRIDE=geometry.stride, DILATION=geometry.dilation, SHIFT=shift),
         ("TILES_M", tile.tiles_m),
         ("TILES_C", tile.tiles_c),
         ("GROUPS", tile.groups),
@@ -175,9 +166,7 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
     if geometry.c_in_per_group > MAX_CHANNELS:
         return f"serves at most {MAX_CHANNELS} input channels a group, got {geometry.c_in_per_group}"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
-    return None
+    return refuse_steps(geometry)
 
 
 def widest_vector(stride: int, itemsize: int) -> int:

@@ -9,7 +9,6 @@ from math import gcd, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     MAX_GRID,
     Device,
@@ -18,9 +17,11 @@ from cuconvt.plan import (
     Refusal,
     all_positions,
     at_residue,
+    axis_macros,
     needs_64_bits,
     positions,
     problem_parameters,
+    refuse_steps,
     round_up,
 )
 
@@ -98,21 +99,11 @@ def plan_phase_gemm(
     grid = tiles_d * tiles_h * tiles_w * phases * tiles_c * geometry.groups * geometry.n
     if grid > MAX_GRID:
         return Refusal("phase_gemm", f"{grid} blocks are more than a launch takes ({MAX_GRID})")
-    per_axis = {
-        "KERNEL": geometry.kernel,
-        "STRIDE": geometry.stride,
-        "DILATION": geometry.dilation,
-        "WARPS": tile.warps,
-    }
     shared = 4 * work.shared_words(tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=geometry.kernel, STRIDE=geometry.stride, DILATION=geometry.dilation, WARPS=tile.warps),
         ("WARPS_C", 1),  # warps side by side along the channels gain little
         ("ROWS", tile.rows),
         ("ROWS_ALONG_W", int(tile.rows_along_w)),
@@ -164,8 +155,8 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
     if dtype == "float64" or precision == "ieee":
         return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    if reason := refuse_steps(geometry):
+        return reason
     if geometry.kernel[2] > MAX_UNROLLED_TAPS:
         return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
     if geometry.stride[2] > MAX_STRIDE_W:

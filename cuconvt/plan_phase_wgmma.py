@@ -11,7 +11,6 @@ from math import exp, gcd, inf, log, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     Device,
     Layout,
@@ -19,10 +18,12 @@ from cuconvt.plan import (
     Refusal,
     all_positions,
     at_residue,
+    axis_macros,
     magic,
     needs_64_bits,
     positions,
     problem_parameters,
+    refuse_steps,
     round_up,
 )
 from cuconvt.plan_phase_gemm import (
@@ -231,16 +232,11 @@ def wgmma_defines(
     index64: bool,
 ) -> tuple[tuple[str, int], ...]:
     """Return the macros of a kernel for Hopper: those that the kernels share, and its own ones."""
-    per_axis = {"KERNEL": geometry.kernel, "STRIDE": geometry.stride, "DILATION": geometry.dilation}
     itemsize = 4 if dtype == "float32" else 2
     return (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=geometry.kernel, STRIDE=geometry.stride, DILATION=geometry.dilation),
         ("WORKERS", tile.workers),
         ("STAGER_GROUPS", tile.stagers),
         ("TILES_M", tile.tiles_m),
@@ -284,8 +280,8 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
     if dtype == "float64" or precision == "ieee":
         return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
+    if reason := refuse_steps(geometry):
+        return reason
     if geometry.kernel[2] > MAX_UNROLLED_TAPS:
         return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
     if geometry.stride[2] > MAX_STRIDE_W:

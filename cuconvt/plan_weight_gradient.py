@@ -14,7 +14,6 @@ from math import gcd, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     MAX_GRID,
     Device,
@@ -22,8 +21,10 @@ from cuconvt.plan import (
     Layout,
     Plan,
     Refusal,
+    axis_macros,
     cheapest,
     problem_parameters,
+    refuse_steps,
     round_up,
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
@@ -101,8 +102,8 @@ def plan_weight_gradient(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
 ) -> Plan | Refusal:
     """Propose the cheapest tile. The kernel computes in float32 (float64 for float64), which serves every precision."""
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return Refusal("weight_gradient", "stride and dilation * kernel must stay below 2**31 on every axis")
+    if reason := refuse_steps(geometry):
+        return Refusal("weight_gradient", reason)
     g = geometry
     tile = min(_tiles(g, dtype, layout, device), key=lambda t: _cost_a_position(g, t), default=None)
     if tile is None:
@@ -114,15 +115,10 @@ def plan_weight_gradient(
         return Refusal("weight_gradient", f"{g.n * prod(boxes)} boxes or {tiles} tiles are more than it counts")
     itemsize = 8 if dtype == "float64" else 4
     parts = parts_of(g.n * prod(boxes), tiles, itemsize * tile.values, device, THREADS_A_MULTIPROCESSOR // THREADS)
-    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
     shared = _shared_bytes(g, dtype, tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
         *zip(("TAPS_D", "TAPS_H", "TAPS_W"), tile.taps, strict=True),
         *zip(("CHANNELS_IN", "CHANNELS_OUT"), tile.channels, strict=True),
         *zip(("THREADS_IN", "THREADS_OUT", "THREADS_G", "THREADS_K"), tile.threads, strict=True),

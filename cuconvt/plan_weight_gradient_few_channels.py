@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import AXES, DTYPE_CODES, MAX_GRID, Device, Layout, Plan, Refusal, problem_parameters, round_up
+from cuconvt.plan import DTYPE_CODES, MAX_GRID, Device, Layout, Plan, Refusal, axis_macros, problem_parameters, round_up
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_few_channels import refuse_channels
 from cuconvt.plan_correlate_gemm import with_margin
@@ -66,15 +66,10 @@ def plan_weight_gradient_few_channels(
     if columns * g.x_extent[0] >= 2**31 or tiles > MAX_GRID or g.x_extent[1] * tiles_w >= 2**31 - THREADS:
         return Refusal(name, f"{columns} columns of positions or {tiles} tiles are more than it counts")
     runs, parts = work.cut(tile, columns)
-    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
     row = work.row(tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
         ("TAPS_H", tile.taps_h),
         ("POSITIONS_W", tile.positions_w),
         ("LANES_C", tile.lanes_c),

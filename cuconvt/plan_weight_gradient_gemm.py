@@ -8,7 +8,19 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import AXES, DTYPE_CODES, MAX_GRID, Device, Ints, Layout, Plan, Refusal, at_residue, round_up
+from cuconvt.plan import (
+    DTYPE_CODES,
+    MAX_GRID,
+    Device,
+    Ints,
+    Layout,
+    Plan,
+    Refusal,
+    at_residue,
+    axis_macros,
+    refuse_steps,
+    round_up,
+)
 from cuconvt.plan import problem_parameters as parameters
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
@@ -99,15 +111,10 @@ def plan_weight_gradient_gemm(
     if g.n * prod(boxes) >= 2**31 or tiles > MAX_GRID:
         return Refusal(name, f"{g.n * prod(boxes)} boxes or {tiles} tiles are more than it counts")
     parts = parts_of(g.n * prod(boxes), tiles, 4 * tile.values, device, work.blocks(tile))
-    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
         ("WARPS_IN", tile.warps_in),
         ("WARPS_OUT", tile.warps_out),
         ("WARPS_H", tile.warps_h),
@@ -143,9 +150,7 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
     if dtype == "float64" or precision == "ieee":
         return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
-    return None
+    return refuse_steps(geometry)
 
 
 class _Work:

@@ -13,7 +13,6 @@ from math import exp, gcd, log, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     MAX_GRID,
     Device,
@@ -22,9 +21,11 @@ from cuconvt.plan import (
     Plan,
     Refusal,
     at_residue,
+    axis_macros,
     needs_64_bits,
     positions,
     problem_parameters,
+    refuse_steps,
 )
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
 from cuconvt.plan_phase_gemm import PRECISION_CODES
@@ -133,15 +134,10 @@ def plan_weight_gradient_narrow(
     held = work.blocks(tile) * device.multiprocessors
     affordable = MAX_WORKSPACE_BYTES // (tiles * 4 * work.values(tile))
     parts = max(1, min(-(-held // tiles) if tiles > held else held // tiles, affordable, g.n * prod(boxes)))
-    per_axis = {"KERNEL": g.kernel, "STRIDE": g.stride, "DILATION": g.dilation}
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
         ("SHIFT_W", work.shift_w),
         ("WARPS_D", tile.warps_d),
         ("WARPS_H", tile.warps_h),
@@ -187,9 +183,7 @@ def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | Non
         return "copies rows in the order in which they are in memory, and an axis runs backwards"
     if geometry.stride[2] > MAX_STRIDE_W:
         return f"serves strides of at most {MAX_STRIDE_W} along W, got {geometry.stride[2]}"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
-    return None
+    return refuse_steps(geometry)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
-    AXES,
     DTYPE_CODES,
     MAX_GRID,
     Device,
@@ -20,7 +19,9 @@ from cuconvt.plan import (
     Plan,
     Refusal,
     at_residue,
+    axis_macros,
     problem_parameters,
+    refuse_steps,
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
@@ -185,14 +186,9 @@ def plan_weight_gradient_wgmma(
         return Refusal(name, f"{tiles} tiles, or their boxes, are more than it counts")
     box, parts = choice
     boxes = tuple(-(-x // b) for x, b in zip(geometry.x_extent, box, strict=True))
-    per_axis = {"KERNEL": geometry.kernel, "STRIDE": geometry.stride, "DILATION": geometry.dilation}
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
-        *(
-            (f"{name}_{axis}", value)
-            for name, values in per_axis.items()
-            for axis, value in zip(AXES, values, strict=True)
-        ),
+        *axis_macros(KERNEL=geometry.kernel, STRIDE=geometry.stride, DILATION=geometry.dilation),
         ("WORKERS", tile.workers),
         ("TILES_M", tile.tiles_m),
         ("CHANNELS_OUT", tile.channels_out),
@@ -234,9 +230,7 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
     if dtype not in ITEMSIZES or (dtype == "float32" and precision != "tf32"):
         return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
-    if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
-        return "stride and dilation * kernel must stay below 2**31 on every axis"
-    return None
+    return refuse_steps(geometry)
 
 
 class Stage(NamedTuple):
