@@ -380,6 +380,35 @@ def test_floats_round_to_tf32() -> None:
     assert np.array_equal(rounded[normal], np.ldexp(away, exponent - 11).astype(np.float32))
 
 
+def test_bytes_are_selected_and_words_shifted() -> None:
+    rng = np.random.default_rng(0)
+    words, digits = rng.integers(0, 2**32, (64, 2), dtype=np.uint32), rng.integers(0, 8, (64, 4))
+    selections = (digits << 4 * np.arange(4)).sum(1).astype(np.uint32)
+    arrays = {
+        "words": words,
+        "selections": selections,
+        "out": np.empty(64, np.uint32),
+        "out_shifted": np.empty(64, np.uint32),
+    }
+    launch("twins.cu", "select_and_shift", 64, arrays)
+    assert np.array_equal(
+        arrays["out"].view(np.uint8).reshape(64, 4), np.take_along_axis(words.view(np.uint8), digits, 1)
+    )
+    both = words.view(np.uint64)[:, 0]
+    assert np.array_equal(arrays["out_shifted"], (both >> np.arange(64, dtype=np.uint64) % 32).astype(np.uint32))
+
+
+def test_a_byte_is_one_of_eight() -> None:
+    arrays = {"words": np.zeros(64, np.uint32), "selections": np.full(32, 0x8210, np.uint32)}
+    with pytest.raises(KernelError, match="selects bytes by 00008210"):
+        launch(
+            "twins.cu",
+            "select_and_shift",
+            32,
+            {**arrays, "out": np.empty(32, np.uint32), "out_2": np.empty(32, np.uint32)},
+        )
+
+
 # Depth of a product, and type of its operands.
 PRODUCTS = {
     "tf32": (8, np.float32),

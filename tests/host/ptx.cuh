@@ -110,6 +110,7 @@ template <class T> T* worked_out(T* address) { return address; }
 // ---- bytes -----------------------------------------------------------------------------------------------------------
 
 inline unsigned select_bytes(unsigned low, unsigned high, unsigned selection) {
+    if (selection & ~0x7777u) host::fail("selects bytes by %08x, of which a digit is not one of eight", selection);
     const unsigned long long both = low | (unsigned long long)high << 32;
     unsigned bytes = 0;
     for (int i = 0; i < 4; ++i) bytes |= (unsigned)(both >> 8 * (selection >> 4 * i & 7) & 0xff) << 8 * i;

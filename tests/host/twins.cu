@@ -13,6 +13,14 @@ extern "C" __global__ void round_to_tf32(const float* values, unsigned* bits, in
     for (int i = threadIdx.x; i < count; i += blockDim.x) bits[i] = float_to_tf32(values[i]);
 }
 
+// Each thread selects among the bytes of its two words, and shifts them.
+extern "C" __global__ void select_and_shift(const unsigned* words, const unsigned* selections, unsigned* selected,
+                                            unsigned* shifted) {
+    const unsigned low = words[2 * threadIdx.x], high = words[2 * threadIdx.x + 1];
+    selected[threadIdx.x] = select_bytes(low, high, selections[threadIdx.x]);
+    shifted[threadIdx.x] = __funnelshift_r(low, high, threadIdx.x);  // modulo 32
+}
+
 // A warp's D = A B + D, with A of 16 rows and B of 8 columns, both of eight words along K; B is given column by column.
 #define MULTIPLY(name, mma)                                                                          \
     extern "C" __global__ void name(const unsigned* a, const unsigned* b, const float* c, float* d) { \
