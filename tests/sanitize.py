@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Every dtype and layout and several tiles on every axis, but no huge array: a tool makes a kernel tens of times slower.
-CHOSEN = ("tests/test_gpu.py", "tests/test_grad_gpu.py", "-k", "fixed_case or layout or several_tiles")
+CASES = "fixed_case or layout or several_tiles or narrow or rows_of_few"
+CHOSEN = ("tests/test_gpu.py", "tests/test_grad_gpu.py", "-k", CASES)
 
 
 def find_sanitizer() -> str | None:
