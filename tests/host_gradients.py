@@ -282,11 +282,11 @@ def box(family: str, defines: Mapping[str, int]) -> Ints:
     return (1, defines["BOX_H"], width)
 
 
-def smallest(this: Case, extent: Ints | None = None, n: int = 2, **fields: Any) -> Problem:
+def smallest(this: Case, extent: Ints | None = None, **fields: Any) -> Problem:
     spec = this.spec
     rank = len(spec.kernel)
     problem = case(
-        (n, 2 * spec.c_in_per_group, *(extent or (1,) * rank)),
+        (2, 2 * spec.c_in_per_group, *(extent or (1,) * rank)),
         2 * spec.c_out_per_group,
         spec.kernel,
         spec.stride,
@@ -314,11 +314,11 @@ def plan_for(family: str, this: Case, problem: Problem) -> Plan:
 
 
 def one_past_every_edge(family: str, this: Case) -> Problem:
-    """Return a problem of one image whose last box holds a single position, along every axis."""
+    """Return a problem whose last box holds a single position, along every axis."""
     edges = box(family, dict(plan_for(family, this, smallest(this)).defines))[3 - len(this.spec.kernel) :]
     problem = smallest(this, tuple(edge + 1 for edge in edges))
     excess = problem.extent[-1] - edges[-1] - 1  # inputs that `of_the_case` added
-    return smallest(this, (*(edge + 1 for edge in edges[:-1]), edges[-1] + 1 + (-excess) % edges[-1]), n=1)
+    return smallest(this, (*(edge + 1 for edge in edges[:-1]), edges[-1] + 1 + (-excess) % edges[-1]))
 
 
 def whole_words(this: Case) -> Problem:

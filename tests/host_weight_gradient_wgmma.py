@@ -64,17 +64,16 @@ class Case:
         geometry = geometry_of(problem)
         return self.plan(geometry, self.dtype, layout_of(geometry))
 
-    def problem(self, extent: Ints, groups: int = 2, n: int = 2, **fields: Any) -> Problem:
+    def problem(self, extent: Ints, groups: int = 2, **fields: Any) -> Problem:
         spec = self.spec
-        shape, channels = (n, groups * spec.c_in_per_group, *extent), groups * spec.c_out_per_group
+        shape, channels = (2, groups * spec.c_in_per_group, *extent), groups * spec.c_out_per_group
         padding = ((0, 0),) * (len(extent) - 1) + ((self.before_w, 0),)
         keywords = {"padding": padding, "dilation": spec.dilation, **fields}
         return case(shape, channels, spec.kernel, spec.stride, groups=groups, **keywords)
 
     def fixed_problems(self) -> list[Problem]:
         rank = len(self.spec.kernel)
-        others = [self.problem(extents[rank]) for extents in (WHOLE_PIECES, WORDS, ONE_RUN)]
-        return [self.problem(RAGGED[rank], n=1), *others]
+        return [self.problem(extents[rank]) for extents in (RAGGED, WHOLE_PIECES, WORDS, ONE_RUN)]
 
     def padded(self, problem: Problem) -> Problem:
         """Return the problem with as much more padding before along W as the case has, and more inputs for it."""
