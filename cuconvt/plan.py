@@ -223,6 +223,16 @@ def axis_macros(**values: Ints) -> tuple[tuple[str, int], ...]:
     )
 
 
+def refuse_tensor_cores(dtype: str, precision: str | None, device: Device, *, wgmma: bool = False) -> str | None:
+    """Return why a kernel with ``mma.sync``, or with Hopper's ``wgmma``, does not serve, if it does not."""
+    capability = device.compute_capability
+    if capability != 90 if wgmma else capability < 80:
+        return f"needs compute capability {'9.0' if wgmma else '8.0'}, the device has {capability / 10}"
+    if dtype == "float64" or precision == "ieee":
+        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    return None
+
+
 def refuse_steps(geometry: Geometry) -> str | None:
     """Return why a kernel cannot count the steps along some axis, if it cannot."""
     if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:

@@ -19,6 +19,7 @@ from cuconvt.plan import (
     axis_macros,
     problem_parameters,
     refuse_steps,
+    refuse_tensor_cores,
     round_up,
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
@@ -129,10 +130,8 @@ def with_margin(registers: int, device: Device) -> int:
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if device.compute_capability < 80:
-        return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
-    if dtype == "float64" or precision == "ieee":
-        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if reason := refuse_tensor_cores(dtype, precision, device):
+        return reason
     if reason := refuse_steps(geometry):
         return reason
     if geometry.kernel[2] > MAX_TAPS_W or geometry.kernel[1] > MAX_TAPS_H:

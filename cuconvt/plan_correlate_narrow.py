@@ -21,6 +21,7 @@ from cuconvt.plan import (
     axis_macros,
     problem_parameters,
     refuse_steps,
+    refuse_tensor_cores,
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
@@ -144,10 +145,8 @@ def _runs(extent: int, columns: int, depth: int, resident: int) -> int:
 
 
 def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> str | None:
-    if device.compute_capability < 80:
-        return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
-    if dtype == "float64" or precision == "ieee":
-        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if reason := refuse_tensor_cores(dtype, precision, device):
+        return reason
     if geometry.c_out_per_group > MAX_CHANNELS:
         return f"serves at most {MAX_CHANNELS} channels of y a group, got {geometry.c_out_per_group}"
     if not _copies_pieces(geometry, layout, 4 if dtype == "float32" else 8):

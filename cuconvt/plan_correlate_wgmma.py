@@ -15,7 +15,18 @@ from math import ceil, gcd, inf, prod
 
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, magic, problem_parameters, refuse_steps, weight_strides
+from cuconvt.plan import (
+    Device,
+    Ints,
+    Layout,
+    Plan,
+    Refusal,
+    magic,
+    problem_parameters,
+    refuse_steps,
+    refuse_tensor_cores,
+    weight_strides,
+)
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _x_vector
 from cuconvt.plan_phase_wgmma import (
@@ -161,10 +172,8 @@ def plan_tile(
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if device.compute_capability != 90:
-        return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
-    if dtype == "float64" or precision == "ieee":
-        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if reason := refuse_tensor_cores(dtype, precision, device, wgmma=True):
+        return reason
     if reason := refuse_steps(geometry):
         return reason
     if geometry.kernel[2] > MAX_UNROLLED_TAPS:

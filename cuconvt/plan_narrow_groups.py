@@ -24,6 +24,7 @@ from cuconvt.plan import (
     needs_64_bits,
     problem_parameters,
     refuse_steps,
+    refuse_tensor_cores,
 )
 from cuconvt.plan_phase_gemm import PRECISION_CODES, _channels_stored, _others_divisible, _x_vector
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
@@ -160,10 +161,8 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if device.compute_capability < 80:
-        return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
-    if dtype == "float64" or precision == "ieee":
-        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if reason := refuse_tensor_cores(dtype, precision, device):
+        return reason
     if geometry.c_in_per_group > MAX_CHANNELS:
         return f"serves at most {MAX_CHANNELS} input channels a group, got {geometry.c_in_per_group}"
     return refuse_steps(geometry)

@@ -22,6 +22,7 @@ from cuconvt.plan import (
     positions,
     problem_parameters,
     refuse_steps,
+    refuse_tensor_cores,
     round_up,
 )
 
@@ -151,10 +152,8 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if device.compute_capability < 80:
-        return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
-    if dtype == "float64" or precision == "ieee":
-        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if reason := refuse_tensor_cores(dtype, precision, device):
+        return reason
     if reason := refuse_steps(geometry):
         return reason
     if geometry.kernel[2] > MAX_UNROLLED_TAPS:

@@ -24,6 +24,7 @@ from cuconvt.plan import (
     positions,
     problem_parameters,
     refuse_steps,
+    refuse_tensor_cores,
     round_up,
 )
 from cuconvt.plan_phase_gemm import (
@@ -276,10 +277,8 @@ def _grid(blocks: int, resident: int, phases: int, weights: int) -> int:
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if device.compute_capability != 90:
-        return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
-    if dtype == "float64" or precision == "ieee":
-        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if reason := refuse_tensor_cores(dtype, precision, device, wgmma=True):
+        return reason
     if reason := refuse_steps(geometry):
         return reason
     if geometry.kernel[2] > MAX_UNROLLED_TAPS:

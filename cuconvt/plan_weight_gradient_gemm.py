@@ -19,6 +19,7 @@ from cuconvt.plan import (
     at_residue,
     axis_macros,
     refuse_steps,
+    refuse_tensor_cores,
     round_up,
 )
 from cuconvt.plan import problem_parameters as parameters
@@ -146,10 +147,8 @@ def plan_weight_gradient_gemm(
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if device.compute_capability < 80:
-        return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
-    if dtype == "float64" or precision == "ieee":
-        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if reason := refuse_tensor_cores(dtype, precision, device):
+        return reason
     return refuse_steps(geometry)
 
 

@@ -26,6 +26,7 @@ from cuconvt.plan import (
     positions,
     problem_parameters,
     refuse_steps,
+    refuse_tensor_cores,
 )
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
 from cuconvt.plan_phase_gemm import PRECISION_CODES
@@ -131,7 +132,7 @@ def plan_weight_gradient_narrow(
     boxes = tuple(-(-cells // extent) for cells, extent in zip(work.cells(g), work.extent(box), strict=True))
     if g.n * prod(boxes) >= 2**31 - MAX_GRID // 4 or tiles > MAX_GRID:
         return Refusal(name, f"{g.n * prod(boxes)} boxes or {tiles} tiles are more than it counts")
-    held = work.blocks(tile) * device.multiprocessors
+    held = tile.min_blocks * device.multiprocessors
     affordable = MAX_WORKSPACE_BYTES // (tiles * 4 * work.values(tile))
     parts = max(1, min(-(-held // tiles) if tiles > held else held // tiles, affordable, g.n * prod(boxes)))
     defines = (
@@ -172,10 +173,8 @@ def plan_weight_gradient_narrow(
 
 
 def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> str | None:
-    if device.compute_capability < 80:
-        return f"needs compute capability 8.0, the device has {device.compute_capability / 10}"
-    if dtype == "float64" or precision == "ieee":
-        return f"computes in float16, bfloat16 and TF32, not in {precision or dtype}"
+    if reason := refuse_tensor_cores(dtype, precision, device):
+        return reason
     rows = ((layout.x[4], geometry.x_extent[2]), (layout.out[4], geometry.out_extent[2]))
     if any(stride != 1 and extent > 1 for stride, extent in rows):
         return "serves rows, whose positions along W are next to each other"
@@ -325,15 +324,12 @@ class Work:
             tile.stages * stage + OF_RUN * sum(side.runs for side in sides), 4 * (tile.warps_k - 1) * self.values(tile)
         )
 
-    def blocks(self, tile: Tile) -> int:
-        return tile.min_blocks
-
     def best_box(
         self, tile: Tile, cells: Ints, times: int, memory: tuple[Memory, Memory], device: Device
     ) -> tuple[int, int, int] | None:
         """Return the box with the least time for so many cells along D, H, W, so many times."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        held = device.multiprocessors * self.blocks(tile)
+        held = device.multiprocessors * tile.min_blocks
         best: tuple[float, tuple[int, int, int]] | None = None
         extents = (cells[0], -(-cells[1] // tile.cells_h), -(-cells[2] // self.chunk))
         cuts = (sorted({_even(extent, most) for most in mosts}) for extent, mosts in zip(extents, BOXES, strict=True))
@@ -361,12 +357,12 @@ class Work:
             if box is None:
                 return None
             count = prod(-(-e // b) for e, b in zip(cells, self.extent(box), strict=True))
-            logarithms += log(self.clocks(tile, box, cells) / self.blocks(tile) * count / prod(cells))
+            logarithms += log(self.clocks(tile, box, cells) / tile.min_blocks * count / prod(cells))
         return exp(logarithms / len(TYPICAL_EXTENTS[self.rank]))
 
     def clocks(self, tile: Tile, box: Ints, cells: Ints) -> float:
         """Estimate the clocks of a multiprocessor for as many boxes as it has blocks."""
-        blocks = self.blocks(tile)
+        blocks = tile.min_blocks
         depth, height, width = self.extent(box)
         units = -(-depth * height // tile.cells_h * box[2] // tile.warps_k) * tile.warps_k * tile.warps_c
         products = self.taps(tile) * self.pairs * tile.cells_h

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -135,10 +136,12 @@ class Program:
         """Name functions and lines where a report has the addresses of calls within the program."""
         place = re.compile(rf"\({re.escape(str(self.path))}\+(0x[0-9a-f]+)\)")
         returns = list(dict.fromkeys(found for line in report for found in place.findall(line)))
+        if not returns or not shutil.which("addr2line"):
+            return report
         command = ["addr2line", "-Cfip", "-e", str(self.path), *(hex(int(address, 16) - 1) for address in returns)]
-        named = subprocess.run(command, capture_output=True, text=True).stdout if returns else ""
+        named = subprocess.run(command, capture_output=True, text=True).stdout
         lines = dict(zip(returns, re.split(r"\n(?! \(inlined by\))", named), strict=False))
-        return [place.sub(lambda found: f"in {lines[found[1]]}", line) for line in report]
+        return [place.sub(lambda found: f"in {lines.get(found[1], found[0])}", line) for line in report]
 
     def _repeat(self, job: bytes) -> str:
         file = self.path.with_suffix(".job")
