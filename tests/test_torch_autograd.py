@@ -238,9 +238,12 @@ def test_opcheck_channels_last() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile_has_no_graph_break(backend: str, dynamic: bool) -> None:
+    # By name: torch does not import it with the rest.
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch.compiler.reset()
     layer = ct.ConvTranspose3d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2).double()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    graphs = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, backend=graphs, fullgraph=True, dynamic=dynamic)
     for extent in ((5, 7, 9), (9, 11, 8)):
         x = torch.randn(2, 4, *extent, dtype=torch.float64, requires_grad=True)
