@@ -248,9 +248,17 @@ def needs_64_bits(geometry: Geometry, layout: Layout, box: Ints) -> bool:
         span((g.groups, g.c_in_per_group, g.c_out_per_group, *g.kernel), weight_strides(geometry, layout)),
         span((g.n, g.c_out, *g.out_extent), layout.out),
     )
-    # Positions are computed up to a whole box beyond the last output, before they are compared with the extent.
+    return max(*spans, positions_reached(geometry, box)) >= INDEX_LIMIT
+
+
+def positions_reached(geometry: Geometry, box: Ints) -> int:
+    """Return the largest position that a kernel computes.
+
+    It goes up to a whole box beyond the last output, before it is compared with the extent.
+    """
+    g = geometry
     reached = (o + p + s * 2 * b for o, p, s, b in zip(g.out_extent, g.pad_before, g.stride, box, strict=True))
-    return max(*spans, *reached, *g.x_extent) >= INDEX_LIMIT
+    return max(*reached, *g.x_extent)
 
 
 def weight_strides(geometry: Geometry, layout: Layout) -> Ints:

@@ -143,11 +143,11 @@ def plan_tile(
         return Refusal("correlate_wgmma", f"counts boxes in 31 bits, got {blocks}")
     index64 = reads_need_64_bits(geometry, layout, box.extent)
     x_vector = work.reads_vectors(tile, g, read)
-    own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes}
+    own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64}
     registers = work.registers(tile)
     if registers is None:
         return Refusal("correlate_wgmma", "the sums of this tile do not fit into registers")
-    defines = phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers, index64)
+    defines = phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers)
     slots = g.groups * tiles_c * work.slots(tile)
     weights = g.groups * tiles_c if tile.resident else 1
     return Plan(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, gcd, inf, log, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
+    INDEX_LIMIT,
     Device,
     Layout,
     Plan,
@@ -20,12 +21,13 @@ from cuconvt.plan import (
     at_residue,
     axis_macros,
     magic,
-    needs_64_bits,
     positions,
+    positions_reached,
     problem_parameters,
     refuse_steps,
     refuse_tensor_cores,
     round_up,
+    span,
 )
 from cuconvt.plan_phase_gemm import (
     MAX_STRIDE_W,
@@ -174,9 +176,10 @@ def plan_tile(
         extents = (positions(geometry, 0), *extents[1:])
     if tile.join_w:
         extents = (*extents[:2], positions(geometry, 2))
-    box = work.best_box(tile, extents, device)
+    near = (box for box in work.boxes(tile, extents) if work.reaches(tile, box, layout) < INDEX_LIMIT)
+    box = work.best_box(tile, extents, device, near)
     if box is None:
-        return Refusal("phase_wgmma", "the box of this tile does not fit into shared memory")
+        return Refusal("phase_wgmma", "no box of this tile fits into shared memory and reaches elements in 32 bits")
     if tile.slides:
         columns = _count(extents[1:], box.extent[1:]) * tiles_c * geometry.groups * geometry.n
         box = work.cut_along_d(tile, box, extents[0], columns, device.multiprocessors * tile.min_blocks)
@@ -185,7 +188,8 @@ def plan_tile(
     blocks = prod(tiles) * phases * tiles_c * geometry.groups * geometry.n
     if blocks > MAX_BLOCKS:
         return Refusal("phase_wgmma", f"counts boxes in 31 bits, got {blocks}")
-    index64 = needs_64_bits(geometry, layout, box.extent)
+    if positions_reached(geometry, box.extent) >= INDEX_LIMIT:
+        return Refusal("phase_wgmma", f"counts positions along an axis in 31 bits, got {geometry.out_extent}")
     own = {
         "ALL_PHASES": tile.all_phases,
         "SLIDES": tile.slides,
@@ -193,10 +197,11 @@ def plan_tile(
         "JOIN_W": tile.join_w,
         "HALF_K": tile.half_k,
         "OUT_RUN": work.shape.run if work.stores_runs(tile) else 1,
+        "FAR_CHANNELS": work.chunk(tile) * abs(layout.x[1]) >= INDEX_LIMIT,
         "FIRST_PHASE_W": geometry.pad_before[2] % geometry.stride[2] if work.stores_runs(tile) else 0,
     }
     registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
-    defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers, index64)
+    defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers)
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
     slots = geometry.groups * tiles_c * chunks * work.slots_of_chunk(tile)
     return Plan(
@@ -206,7 +211,7 @@ def plan_tile(
             blocks, device.multiprocessors * tile.min_blocks, phases, geometry.groups * tiles_c if tile.resident else 1
         ),
         block=tile.threads,
-        shared_bytes=work.shared_bytes(tile, box, index64),
+        shared_bytes=work.shared_bytes(tile, box, False),
         problem=problem_parameters(
             geometry,
             layout,
@@ -230,7 +235,6 @@ def wgmma_defines(
     tile: Tile,
     own: Mapping[str, int],
     registers: tuple[int, int],
-    index64: bool,
 ) -> tuple[tuple[str, int], ...]:
     """Return the macros of a kernel for Hopper: those that the kernels share, and its own ones."""
     itemsize = 4 if dtype == "float32" else 2
@@ -252,7 +256,6 @@ def wgmma_defines(
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
         ("OUT_VECTOR", _channels_at_once(geometry, layout, itemsize)),
-        ("INDEX64", int(index64)),
         ("MIN_BLOCKS", tile.min_blocks),
         ("WORKER_REGISTERS", registers[0]),
         ("STAGER_REGISTERS", registers[1]),
@@ -515,7 +518,11 @@ class Work:
         return barriers + tile.ring * self.slot_bytes(tile) + staged + turned + round_up(targets, 8) + items
 
     def fits(self, tile: Tile, box: Box, device: Device) -> bool:
-        """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
+        """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own.
+
+        With what indices of 64 bits would take, though there are none: estimates were fitted to boxes that leave so
+        much room, and those that need it were up to 30% slower than estimated.
+        """
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
         (d, h, w), (of_d, of_h, of_w) = box.extent, self.shape.stride
         far = max((1 if tile.slides else d) * of_d, h * of_h, w * of_w)
@@ -570,9 +577,21 @@ class Work:
         d = min(sorted(cuts, reverse=True), key=slices_of_the_busiest)
         return dataclasses.replace(box, extent=(d, *box.extent[1:]))
 
-    def best_box(self, tile: Tile, extents: Ints, device: Device) -> Box | None:
-        """Return the box with the least time for so many positions."""
-        fitting = (box for box in self.boxes(tile, extents) if self.fits(tile, box, device))
+    def reaches(self, tile: Tile, box: Box, layout: Layout) -> int:
+        """Return how many elements what a box reads or writes of a channel may be away from where the box begins.
+
+        Or two neighbouring channels from each other, if these are further apart.
+        """
+        s = self.shape
+        extent = (1, *box.extent[1:]) if tile.slides else box.extent
+        read = tuple(e + reach for e, reach in zip(extent, self.reach(tile), strict=True))
+        written = tuple((e + late) * st for e, late, st in zip(extent, s.late, s.stride, strict=True))
+        return max(span(read, layout.x[2:]), span(written, layout.out[2:]), abs(layout.x[1]), abs(layout.out[1]))
+
+    def best_box(self, tile: Tile, extents: Ints, device: Device, boxes: Iterable[Box] | None = None) -> Box | None:
+        """Return the box, of all or of these, with the least time for so many positions."""
+        boxes = self.boxes(tile, extents) if boxes is None else boxes
+        fitting = (box for box in boxes if self.fits(tile, box, device))
         return min(fitting, key=lambda box: self.clocks(tile, box) * _count(extents, box.extent), default=None)
 
     def box_parameters(self, tile: Tile, box: Box, blocks: int) -> Ints:

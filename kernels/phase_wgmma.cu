@@ -42,6 +42,9 @@
 #ifndef MERGE_D  // whether the taps along D are, where a block slides
 #define MERGE_D 0
 #endif
+#ifndef FAR_CHANNELS  // whether channels that are staged together may be 2**31 elements apart; neighbouring ones are not
+#define FAR_CHANNELS 0
+#endif
 #ifndef HALF_K  // whether the second piece of a wgmma is nothing: for no more channels than one piece has
 #define HALF_K 0
 #endif
@@ -105,6 +108,7 @@ static_assert(!MERGE_W || OUT_RUN == 1 || REACH_W + FIRST_PHASE_W == 0, "taps wh
 static_assert(!JOIN_W || OUT_CHANNELS_LAST, "the first outputs of a run may be outside of the result");
 static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
 static_assert(!(SLIDES && TAKE_TURNS), "boxes at the edge have fewer slices, and all rings must be as far");
+static_assert(!INDEX64, "offsets count from where a box begins, and the planner takes no box that reaches further than 2**31");
 
 // Whether the first output of a phase belongs to a position one further: with padding, a box of positions begins where the
 // output does, phase by phase. Not where taps are joined, since all phases have to be of the same positions.
@@ -149,9 +153,15 @@ __device__ __forceinline__ Staged staged_box(const Problem& p) {
 
 // ---- staging ---------------------------------------------------------------------------------------------------------
 
+#if FAR_CHANNELS
+typedef long long Distance;
+#else
+typedef Index Distance;
+#endif
+
 // What a thread stages at a time: a position or, of 16-bit numbers in rows that are aligned for it, two that follow each other.
 struct Item {
-    Index offset;  // in x, of the first channel
+    Index offset;  // from the box's first position, of the first channel
     int place;     // 4 * position + 1 if the position is of the box + 2 if the next one is
 };
 
@@ -175,14 +185,15 @@ __device__ __forceinline__ void find_items(Item* items, const Problem& p, const 
         const Index at_d = d + slice, at_h = h + (row - slice * s.h), at_w = w + column;
         const bool inside = within(at_d, p.x_extent[0]) && within(at_h, p.x_extent[1]) && within(at_w, p.x_extent[2]);
         const bool first = column >= 0 && column < s.w, second = in_pairs(p) && column + 1 < s.w;
-        items[i].offset = inside ? at_d * (Index)p.x_stride[2] + at_h * (Index)p.x_stride[3] + at_w * (Index)p.x_stride[4]
+        items[i].offset = inside ? slice * (Index)p.x_stride[2] + (row - slice * s.h) * (Index)p.x_stride[3] +
+                                       column * (Index)p.x_stride[4]
                                  : OUTSIDE;
         items[i].place = 4 * (row * s.w + column) + first + 2 * second;
     }
 }
 
 // What stagers compute from a value, they compute again where they use it if registers are short: it costs a few percent.
-constexpr bool CROWDED = sizeof(Stored) == 4 && !X_CHANNELS_LAST && K_STEPS > 1 && !SLIDES;
+constexpr bool CROWDED = sizeof(Stored) == 4 && !X_CHANNELS_LAST && K_STEPS > 1 && (!SLIDES || PARTS > 1);
 __device__ __forceinline__ int later(int value) { return CROWDED ? recomputed(value) : value; }
 
 // Stages what there is of a chunk, a value at a time or, with PAIRS, two along a row. Some pieces of an item are a unit of work:
@@ -213,7 +224,7 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
             const Index offset = at < count * UNITS ? item->offset : OUTSIDE;
             const bool inside = offset != OUTSIDE;
             const int left = inside ? channels - piece * PIECE : 0;
-            const Stored* from = x + offset + piece * PIECE * step;
+            const Stored* from = x + offset + (Distance)recomputed(step) * (piece * PIECE);
 #pragma unroll
             for (int k = 0; k < UNIT * PIECE; ++k) {
                 words[j][k] = 0;
@@ -404,9 +415,10 @@ __device__ __forceinline__ Target find_target(const Problem& p, const Staged& s,
     t.w = (w + late_w(p.pad[2], phase_w)) * STRIDE_W + phase_w;
     t.h = (short)((h + (ALL_PHASES ? late(p.pad[1], STRIDE_H, phase_h) : 0)) * STRIDE_H + phase_h);
     t.d = (short)((d + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, phase_d) : 0)) * STRIDE_D + phase_d);
-    t.offset = t.d * (Index)p.out_stride[2] + t.h * (Index)p.out_stride[3] + t.w * (Index)p.out_stride[4];
-    const bool there = slice < depth(p) * PHASES_D;
-    if (!there) t.w = -1;  // threads have more targets than the box
+    const bool there = slice < depth(p) * PHASES_D;  // threads have more targets than the box
+    t.offset = 0;
+    if (there) t.offset = t.d * (Index)p.out_stride[2] + t.h * (Index)p.out_stride[3] + t.w * (Index)p.out_stride[4];
+    if (!there) t.w = -1;
     // Taps of the right phases, if there are any.
     int first_d = -1, first_h = -1, first_w = -1;
 #pragma unroll
@@ -462,18 +474,18 @@ __device__ __forceinline__ void store_run(Stored* to, const Accumulators& acc, i
                     const int set = set_of(sum < 0 ? 0 : sum), column = column_of(sum < 0 ? 0 : sum) / 2 + c * 4 + half * 2 + i;
                     run.value[j] = offset.value[i] + (sum < 0 ? 0.0f : acc.value[set][tile][column]);
                 }
-                if (c * 8 + i < there) store_vector(run, at + (c * 8 + i) * step);
+                if (c * 8 + i < there) store_vector(run, at + (c * 8 + i) * (long long)step);
             }
         }
     }
 }
 
 // Stores what a thread holds as it is: of its rows two channels in eight, in runs along W or, channels-last, with those of its
-// neighbours.
+// neighbours. The box's first output is at d, h, w, and `out` its address.
 __device__ __forceinline__ void store_held(const Accumulators& acc, const float* bias, const int (&start)[TILES_M], int tiles,
-                                           const Problem& p, const Staged& s, const Block& b, Stored* out, bool alive) {
+                                           const Problem& p, const Staged& s, Index d, Index h, Index w, int left, Stored* out,
+                                           bool alive) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = lane % 4 * 2;
-    const int left = min(TILE_C, (int)p.c_out - b.tile_c * TILE_C);
     const int pitch = p.patches[1] ? s.w : 8;
     if (!OUT_CHANNELS_LAST) out += own * p.out_stride[1];
 #pragma unroll
@@ -482,27 +494,23 @@ __device__ __forceinline__ void store_held(const Accumulators& acc, const float*
         for (int half = 0; half < 2; ++half) {
             const int place = recomputed(start[tile]) + (warp % 4 * 2 + half) * pitch + lane / 4;
             const int row = (int)quotient(place, p.box_magic[2]), slice = (int)quotient(row, p.box_magic[1]);
-            const int w = place - row * s.w, h = row - slice * s.h;
-            const bool ours = warp / 4 % TEAM * TILES_M + tile < tiles && w < (int)p.box[2] && h < (int)p.box[1] &&
+            const int column = place - row * s.w, line = row - slice * s.h;
+            const bool ours = warp / 4 % TEAM * TILES_M + tile < tiles && column < (int)p.box[2] && line < (int)p.box[1] &&
                               slice < depth(p);
 #pragma unroll
             for (int phase = 0; phase < SET_PHASES; phase += OUT_CHANNELS_LAST ? 1 : STRIDE_W) {
                 issue_in_order();
                 const int phase_w = OUT_CHANNELS_LAST ? phase % STRIDE_W : FIRST_PHASE_W;
-                const int phase_h = ALL_PHASES ? phase / STRIDE_W % PHASES_H : b.phase_h;
-                const int phase_d = ALL_PHASES ? phase / STRIDE_W / PHASES_H : b.phase_d;
-                const Index ow = (b.w + w + late_w(p.pad[2], phase_w)) * STRIDE_W + phase_w - (Index)p.pad[2];
-                const Index oh = (b.h + h + (ALL_PHASES ? late(p.pad[1], STRIDE_H, phase_h) : 0)) * STRIDE_H + phase_h -
-                                 (Index)p.pad[1];
-                const Index od = (b.d + slice + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, phase_d) : 0)) * STRIDE_D +
-                                 phase_d - (Index)p.pad[0];
-                const bool inside = ours && within(od, p.out_extent[0]) && within(oh, p.out_extent[1]) &&
-                                    within(ow, p.out_extent[2]);
-                Stored* const to =
-                    out + od * (Index)p.out_stride[2] + oh * (Index)p.out_stride[3] + ow * (Index)p.out_stride[4];
                 const int of_d = phase / STRIDE_W / PHASES_H, of_h = phase / STRIDE_W % PHASES_H;
+                const int to_w = (column + late_w(p.pad[2], phase_w)) * STRIDE_W + phase_w;
+                const int to_h = (line + (ALL_PHASES ? late(p.pad[1], STRIDE_H, of_h) : 0)) * STRIDE_H + of_h;
+                const int to_d = (slice + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, of_d) : 0)) * STRIDE_D + of_d;
+                const bool inside = ours && within(d + to_d, p.out_extent[0]) && within(h + to_h, p.out_extent[1]) &&
+                                    within(w + to_w, p.out_extent[2]);
+                Stored* const to = out + (to_d * (Index)p.out_stride[2] + to_h * (Index)p.out_stride[3] +
+                                          to_w * (Index)p.out_stride[4]);
 #if !OUT_CHANNELS_LAST
-                store_run(to, acc, tile, half, of_d, of_h, bias + own, ow, inside ? left - own : 0, p);
+                store_run(to, acc, tile, half, of_d, of_h, bias + own, w + to_w, inside ? left - own : 0, p);
 #else
                 const int sum = sum_of(of_d, of_h, phase_w), set = set_of(sum < 0 ? 0 : sum);
                 const int column = column_of(sum < 0 ? 0 : sum) / 2 + half * 2;
@@ -527,14 +535,16 @@ __device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, c
                                       const int (&start)[TILES_M], int tiles, const Problem& p, const Staged& s,
                                       const Block& b, const Stored* bias, Stored* out, bool alive) {
     bring_bias(turned, bias, p, b.tile_c, b.group);
+    const Index d = b.d * STRIDE_D + b.phase_d - (Index)p.pad[0], h = b.h * STRIDE_H + b.phase_h - (Index)p.pad[1];
+    const Index w = b.w * STRIDE_W - (Index)p.pad[2];
     out += b.n * p.out_stride[0] + (b.group * p.c_out + b.tile_c * TILE_C) * p.out_stride[1];
+    out += d * p.out_stride[2] + h * p.out_stride[3] + w * p.out_stride[4];
+    const int left = (int)p.c_out - b.tile_c * TILE_C;
 #if !OUT_TURNED
     warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);
-    store_held(acc, turned.bias, start, tiles, p, s, b, out, alive);
+    store_held(acc, turned.bias, start, tiles, p, s, d, h, w, min(TILE_C, left), worked_out(out), alive);
 #else
-    const Index first_d = b.d * STRIDE_D + b.phase_d - (Index)p.pad[0], first_h = b.h * STRIDE_H + b.phase_h - (Index)p.pad[1];
-    const Index first_w = b.w * STRIDE_W - (Index)p.pad[2];
-    store_turned(acc, turned, targets, first_d, first_h, first_w, (int)p.c_out - b.tile_c * TILE_C, p, out, alive);
+    store_turned(acc, turned, targets, d, h, w, left, p, out, alive);
 #endif
 }
 
@@ -632,11 +642,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 continue;
             }
             warps_sync(1, STAGERS);  // nobody reads the items of the box before
-            find_items(items, p, s, SLIDES ? 0 : b.d - rows.back_d() - REACH_D, b.h - rows.back_h() - REACH_H, b.w - REACH_W, thread);
+            const Index d = SLIDES ? (Index)0 : b.d - rows.back_d() - REACH_D, h = b.h - rows.back_h() - REACH_H, w = b.w - REACH_W;
+            find_items(items, p, s, d, h, w, thread);
             warps_sync(1, STAGERS);
             Ring ring = x_ring.of_team(team);
             const Stored* from = x + b.n * p.x_stride[0] + b.group * p.c_in * p.x_stride[1];
-            if (SLIDES) from += (long long)slice_of(b, 0) * p.x_stride[2];
+            from += (SLIDES ? slice_of(b, 0) : d) * p.x_stride[2] + h * p.x_stride[3] + w * p.x_stride[4];
             for (int slice = 0; slice < slices; ++slice) {
                 if (SLIDES && slice) from += p.x_stride[2];
                 if (is_empty(b, slice, p)) continue;

@@ -155,7 +155,8 @@ __device__ __forceinline__ void bring_bias(Turned& turned, const Stored* bias, c
 }
 
 #if OUT_TURNED
-// Stores the box whose first output is at d, h, w; `out` is the first channel of the tile, of whose `channels` exist.
+// Stores the box whose first output is at d, h, w; `out` is its address in the first channel of the tile, of whose `channels`
+// exist.
 __device__ __forceinline__ void store_turned(const Accumulators& acc, Turned& turned, const Target* targets, Index d, Index h,
                                              Index w, int channels, const Problem& p, Stored* out, bool alive) {
     const int thread = threadIdx.x % TEAM_THREADS, barrier = 2 + threadIdx.x / TEAM_THREADS;
@@ -165,8 +166,7 @@ __device__ __forceinline__ void store_turned(const Accumulators& acc, Turned& tu
         const Target t = targets[thread + i * TEAM_THREADS];
         const bool inside = t.w >= 0 && within(d + t.d, p.out_extent[0]) && within(h + t.h, p.out_extent[1]) &&
                             within(w + t.w, p.out_extent[2]);
-        offset[i] = inside ? d * (Index)p.out_stride[2] + h * (Index)p.out_stride[3] + w * (Index)p.out_stride[4] + t.offset
-                           : OUTSIDE;
+        offset[i] = inside ? t.offset : OUTSIDE;
     }
 #pragma unroll
     for (int eight = 0; eight < TILES_C; ++eight) {

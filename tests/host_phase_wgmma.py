@@ -13,7 +13,6 @@ from described import DEVICES, geometry_of, layout_of
 from strategies import Ints, Specialisation, case
 from test_plan import problem_of
 
-from cuconvt import plan as planning
 from cuconvt import plan_phase_wgmma as wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal
@@ -51,7 +50,7 @@ def cases() -> dict[str, dict[str, Any]]:
             tile = draw_tile(choose, spec, dtype, precision, out_last)
         # On few multiprocessors each block has several boxes.
         device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)
-        fields = {"precision": precision, "device": device, "plan": plan_with(tile, index % 5 == 4, index % 3 == 1)}
+        fields = {"precision": precision, "device": device, "plan": plan_with(tile, index % 3 == 1)}
         found[f"{index}-{precision or dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
     for tiles_c, merge_w, last in ((6, False, True), (8, True, False), (8, False, True)):
         spec = Specialisation(
@@ -89,7 +88,7 @@ def sliding_cases() -> dict[str, dict[str, Any]]:
         merge_d, join_w = index > 1, last and kernel[2] % stride[2] == 0 and stride[2] > 1
         device = Device(90, (1, 2, 7)[index % 3], SHARED_BYTES)  # on more multiprocessors walks are shorter
         whole = Tile(workers, stagers, *tile, blocks, True, half_k, merge_d, join_w)
-        plan = plan_with(whole, index % 3 == 2, index % 2 == 1)
+        plan = plan_with(whole, index % 2 == 1)
         found[f"slides-{index}"] = {
             "spec": spec,
             "dtype": dtype,
@@ -111,7 +110,7 @@ def run_cases() -> dict[str, dict[str, Any]]:
     found = {}
     for index, (kernel, stride, c_in, c_out, dtype, precision, tile) in enumerate(table):
         ones = (1,) * len(kernel)
-        fields = {"precision": precision, "device": Device(90, 1, SHARED_BYTES), "plan": plan_with(tile, index == 1)}
+        fields = {"precision": precision, "device": Device(90, 1, SHARED_BYTES), "plan": plan_with(tile)}
         shifts = (*(None,) * (len(kernel) - 1), 0)
         spec = Specialisation(kernel, stride, ones, c_in, c_out, ROWS, ROWS[:3], shifts=shifts)
         found[f"runs-{index}"] = {"spec": spec, "dtype": dtype, **fields}
@@ -193,9 +192,9 @@ def plan_tile(
     return wgmma.plan_tile(geometry, dtype, layout, precision, device, tile)
 
 
-def plan_with(tile: Tile, index64: bool = False, patches: bool = False) -> Callable[..., Plan]:
-    """Return a planner that takes the given tile whatever it costs and, if told so, indices of 64 bits, and boxes of
-    8 x 8 patches where there are some."""
+def plan_with(tile: Tile, patches: bool = False) -> Callable[..., Plan]:
+    """Return a planner that takes the given tile whatever it costs and, if told so, boxes of 8 x 8 patches where there
+    are some."""
     all_boxes = wgmma.Work.boxes
 
     def patched(work: wgmma.Work, tile: Tile, extents: Ints) -> list[wgmma.Box]:
@@ -204,8 +203,6 @@ def plan_with(tile: Tile, index64: bool = False, patches: bool = False) -> Calla
 
     def plan(family: str, *problem: Any) -> Plan:
         with pytest.MonkeyPatch.context() as patch:
-            if index64:
-                patch.setattr(planning, "INDEX_LIMIT", 0)
             found = plan_tile(*problem, tile)
             patch.setattr(wgmma.Work, "boxes", patched)
             with_patches = plan_tile(*problem, tile)

@@ -347,6 +347,27 @@ def test_input_of_more_than_2_to_the_31_elements(cupy: Any, layout: str) -> None
             assert_plane_close(problem, x, weight, y, position, channel)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_channels_and_slices_that_are_far_apart(cupy: Any, layout: str) -> None:
+    """Wide channels, of which 32 that are staged together are more than 2**31 elements apart, or a slice is large."""
+    needs_memory(cupy, 30)
+    problem = case((1, 64, 260, 512, 512), 8, (1, 2, 2), (1, 2, 2))
+    assert min(np.prod(problem.x_shape), np.prod(problem.out_shape)) > 2**31
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal(problem.weight_shape).astype(np.float16)
+    small = to_gpu(rng.standard_normal((64, 512, 512)).astype(np.float16))
+    if layout == "contiguous":
+        x = cupy.empty(problem.x_shape, np.float16)
+    else:
+        x = cupy.empty((1, *problem.extent, 64), np.float16).transpose(0, 4, 1, 2, 3)
+    for position in range(problem.extent[0]):
+        x[0, :, position] = cupy.roll(small, 7 * position, axis=2)
+    y = call(problem, x, to_gpu(weight))
+    for channel in (0, 7):
+        for position in (0, 130, 259):
+            assert_plane_close(problem, x, weight, y, position, channel)
+
+
 def test_an_element_at_offset_2_to_the_30(cupy: Any) -> None:
     """No offset that an array may have stands for an element that is not there."""
     needs_memory(cupy, 12)

@@ -254,7 +254,8 @@ def test_every_value_of_every_macro_is_reached(family: str) -> None:
         for name, value in plan.defines:
             if not name.startswith((*OF_THE_PROBLEM, *OF_THE_DEVICE)):
                 assert value in reached[name], f"no case of {family} has {name}={value}, as {plan} has"
-    assert reached["INDEX64"] == {0, 1}
+    if family != "phase_wgmma":  # which has no such macro
+        assert reached["INDEX64"] == {0, 1}
     if family == "narrow_groups":
         assert reached["GROUPS"] == {1, 2}  # what is shipped lists problems of one group
 

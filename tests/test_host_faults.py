@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import host_narrow_groups
+import numpy as np
 import pytest
 from described import DEVICES
 from fixed_cases import FIXED
@@ -19,7 +20,7 @@ from host_phase_wgmma import plan_with
 from hypothesis import given, settings
 from strategies import Problem, Specialisation, case, problems
 
-from cuconvt import plan, plan_narrow_groups
+from cuconvt import plan, plan_narrow_groups, plan_phase_wgmma
 from cuconvt.plan import Device
 from cuconvt.plan_phase_wgmma import Tile
 
@@ -324,9 +325,12 @@ FAULTS = {
     "items of the next box before x is staged": phase_wgmma_fault(
         "warps_sync(1, STAGERS);  // nobody", "// nobody", "with no barrier in between", DEEP
     ),
+    "positions from the row's first one": phase_wgmma_fault(
+        "+ h * p.x_stride[3] + w * p.x_stride[4];", "+ h * p.x_stride[3];", VALUES + "|heap-buffer-overflow"
+    ),
     "items that are read too early": phase_wgmma_fault(
-        "- REACH_W, thread);\nwarps_sync(1, STAGERS);",
-        "- REACH_W, thread);",
+        "d, h, w, thread);\nwarps_sync(1, STAGERS);",
+        "d, h, w, thread);",
         UNWRITTEN + "|with no barrier in between",
         DEEP,
     ),
@@ -420,10 +424,10 @@ def test_a_ring_too_short_for_weights_that_stay_is_caught() -> None:
 INDEX_BITS = 12
 
 
-def narrow_sources() -> dict[str, str]:
-    """Return the gather kernel with an index of few bits in place of its 32-bit one."""
+def narrow_sources(kernel: str = "gather.cu") -> dict[str, str]:
+    """Return a kernel with an index of few bits in place of its 32-bit one."""
     declared = f'#define INDEX_BITS {INDEX_BITS}\n#include "narrow_index.cuh"\ntypedef NarrowIndex Index;'
-    sources = plant(kernel_sources("gather.cu"), "typedef int Index;", declared)
+    sources = plant(kernel_sources(kernel), "typedef int Index;", declared)
     return {**sources, "narrow_index.cuh": (HERE / "narrow_index.cuh").read_text()}
 
 
@@ -447,6 +451,51 @@ def test_index_that_overflows_is_caught(name: str) -> None:
 def test_planner_avoids_the_overflow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "INDEX_LIMIT", 2 ** (INDEX_BITS - 1))
     run_gather(narrow_sources(), BEYOND[name][0])
+
+
+# Of x and the result, elements, channels or images are more than 2**11 apart; those of a box are not.
+FAR = {
+    "rows": (case((2, 17, 3, 5, 9), 12, 3, 2, 1, 0), PASSING),
+    "rows, all phases": (case((1, 17, 3, 5, 9), 12, (1, 3, 3), (1, 2, 2), (0, 1, 1)), STAYING),
+    "runs": (case((1, 17, 3, 9, 9), 12, (1, 2, 4), (1, 2, 4)), PASSING),
+    "channels last": (
+        case((1, 20, 21, 2, 7), 20, 3, 1, 1, x_layout="channels_last", out_layout="channels_last"),
+        dataclasses.replace(PASSING, tiles_c=3),
+    ),
+    "slides": (case((1, 17, 15, 9, 9), 12, 3, padding=1), dataclasses.replace(DEEP, slides=True, merge_d=True)),
+    "images": (case((5, 9, 13, 17), 8, 3, 1, 1), PASSING),
+}
+
+
+def run_far(name: str, monkeypatch: pytest.MonkeyPatch, **macros: int) -> None:
+    problem, tile = FAR[name]
+    assert max(np.prod(problem.x_shape), np.prod(problem.out_shape)) > 2**INDEX_BITS
+    sources = plant(
+        narrow_sources("phase_wgmma.cu"),
+        "OUTSIDE = (Index)(INDEX64 ? 1ll << 46 : -(1ll << 31));",
+        "OUTSIDE = -(1ll << (INDEX_BITS - 1));",
+    )
+    monkeypatch.setattr(plan_phase_wgmma, "INDEX_LIMIT", 2 ** (INDEX_BITS - 1))
+    planned = plan_with(tile)
+
+    def with_room(*arguments: Any) -> plan.Plan:
+        found = planned(*arguments)
+        defines = tuple({**dict(found.defines), **macros}.items())
+        # The stand-in takes more shared memory.
+        return dataclasses.replace(found, shared_bytes=2 * found.shared_bytes, defines=defines)
+
+    with on_host("phase_wgmma", WGMMA_DEVICE, "tf32", sources=sources, plan=with_room):
+        check(problem, "float32", precision="tf32")
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_offsets_of_wgmma_are_those_of_a_box(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_far(name, monkeypatch)
+
+
+def test_channels_that_are_too_far_apart_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match=f"overflows {INDEX_BITS} bits"):
+        run_far("slides", monkeypatch, FAR_CHANNELS=0)
 
 
 def test_planner_avoids_every_overflow() -> None:

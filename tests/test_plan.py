@@ -183,13 +183,13 @@ def test_batch_and_extents_do_not_change_the_defines(
     plans = [plan_of(p, *kind, arch, last) for p in (problem, changed)]
     assert plans[0].kernel == plans[1].kernel
     defines, others = (dict(plan.defines) for plan in plans)
-    index64 = others.pop("INDEX64")
-    assert defines.pop("INDEX64") == 0
+    index64 = others.pop("INDEX64", None)
+    assert not defines.pop("INDEX64", 0)
     assert others == defines
     # Nothing here comes near 2**31 but the number of elements.
     geometry = geometry_of(changed)
     positions = max(geometry.c_in * prod(geometry.x_extent), geometry.c_out * prod(geometry.out_extent))
-    assert index64 == (geometry.n * positions > LIMIT)
+    assert index64 == (None if plans[0].kernel == "phase_wgmma" else geometry.n * positions > LIMIT)
 
 
 @given(problem=problems(), kind=kinds, arch=archs)
@@ -524,7 +524,7 @@ def test_wgmma_is_compiled_for_neither_batch_nor_extents(
         assert other == plan
         return
     assert isinstance(other, Plan)
-    assert {**dict(other.defines), "INDEX64": 0} == dict(plan.defines)
+    assert other.defines == plan.defines
 
 
 @pytest.mark.parametrize(
@@ -666,6 +666,51 @@ def test_index32_holds_every_position_that_a_block_computes(below: int, padding:
         assert reached * stride < LIMIT
     if below > 4000:
         assert not dict(plan.defines)["INDEX64"], "64 bits long before they are needed"
+
+
+def wgmma_of_huge(problem: Problem, last: bool = False, **strides: Ints) -> Plan | Refusal:
+    geometry = geometry_of(problem)
+    layout = dataclasses.replace(layout_of(geometry, last), **strides)
+    return plan_phase_wgmma(geometry, "float16", layout, None, DEVICES[90])
+
+
+def test_wgmma_counts_from_where_a_box_begins() -> None:
+    """Arrays of any size have the same specialisation, as long as a box's elements are near each other."""
+    few, many = (case((n, 64, 64, 64, 64), 32, 4, 2, 1) for n in (2, 5000))
+    for last in (False, True):
+        small, huge = (wgmma_of_huge(problem, last) for problem in (few, many))
+        assert isinstance(small, Plan)
+        assert isinstance(huge, Plan)
+        assert small.defines == huge.defines
+    large = wgmma_of_huge(case((1, 64, 400, 410, 410), 32, 4, 2, 1))
+    assert isinstance(large, Plan)
+    assert dict(large.defines)["FAR_CHANNELS"] == 1
+    assert {**dict(large.defines), "FAR_CHANNELS": 0} == dict(wgmma_of_huge(few).defines)
+
+
+def test_boxes_of_wgmma_reach_elements_in_32_bits() -> None:
+    """Slices of x or of the result so far apart that a box has fewer of them, and then that it has none at all."""
+    problem = case((1, 64, 64, 6, 6), 64, 2, 2)
+
+    def depth(array: str, apart: int) -> int | Refusal:
+        strides = getattr(layout_of(geometry_of(problem), True), array)
+        plan = wgmma_of_huge(problem, True, **{array: (*strides[:2], apart, *strides[3:])})
+        return plan if isinstance(plan, Refusal) else problem_of(plan)["box"][0]
+
+    # A position has two slices of the result.
+    for apart, of_x, of_out in ((2**28, 3, 3), (2**29, 3, 2), (2**30 + 2**29, 2, 1), (2**31 - 2**20, 2, 1)):
+        assert depth("x", apart) == depth("x", -apart) == of_x
+        assert depth("out", apart) == depth("out", -apart) == of_out
+    refused = depth("out", 2**31)
+    assert isinstance(refused, Refusal)
+    assert "in 32 bits" in refused.reason
+    rows = layout_of(geometry_of(problem))
+    for array in ("x", "out"):
+        strides = getattr(rows, array)
+        assert isinstance(wgmma_of_huge(problem, **{array: (strides[0], 2**31, *strides[2:])}), Refusal)
+    long = wgmma_of_huge(case((1, 64, 2**29), 64, 8, 4), True)
+    assert isinstance(long, Refusal)
+    assert "31 bits" in long.reason
 
 
 # ---- what a kernel is given --------------------------------------------------------------------------------------
