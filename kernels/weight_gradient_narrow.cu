@@ -556,6 +556,8 @@ __device__ __forceinline__ Ahead weight_of_sum(int sum) {
     return {0, sum % 2, taps / TAPS_H, taps % TAPS_H, sum / 2 % 2 ? pair.second : pair.first};
 }
 
+#include "weight_sums.cuh"
+
 // Writes to `parts`, or straight to `out` where there is one part alone.
 extern "C" __global__ void __launch_bounds__(WORKERS + COPIERS, MIN_BLOCKS)
     weight_gradient_narrow(const Stored* x, const Stored* y, float* parts, Stored* out, const Problem p) {
@@ -683,38 +685,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + COPIERS, MIN_BLOCKS)
     copy_async_wait<0>();
 
     // The warps that shared the positions of the boxes are added up by the first of them.
-    if (WARPS_K > 1) {
-        __syncthreads();
-        float* const turned = reinterpret_cast<float*>(shared_bytes) + threadIdx.x % THREADS_C;
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i)
-            if (warp_k > 0 && !is_stager) turned[((warp_k - 1) * SUMS + i) * THREADS_C] = acc[i / 4][i % 4];
-        __syncthreads();
-        if (warp_k > 0) return;  // stagers, too
-        for (int k = 0; k < WARPS_K - 1; ++k)
-#pragma unroll
-            for (int i = 0; i < SUMS; ++i) acc[i / 4][i % 4] += turned[(k * SUMS + i) * THREADS_C];
-    }
-    if (WARPS_K == 1 && is_stager) return;
-    if (p.tiles[3] > 1) {
-        parts += blockIdx.x * (long long)VALUES + threadIdx.x;
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) parts[i * THREADS_C] = acc[i / 4][i % 4];
-    } else {
-        const Weight mine = weight_of_thread(first, threadIdx.x);
-        out += mine.offset(p);
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i)
-            if (exists(mine, weight_of_sum(i), p, KERNEL_D, KERNEL_H, KERNEL_W))
-                narrow(acc[i / 4][i % 4], out[distance(weight_of_sum(i), p)]);
-    }
+    add_warps(acc, shared_bytes, warp_k);
+    if (warp_k == 0) store_sums(acc, first, parts, out, p);
 }
 
 extern "C" __global__ void weight_gradient_narrow_add(const float* parts, Stored* out, const Problem p) {
-    const long long values = tiles_of_weights(p) * VALUES;
-    add_parts(parts, values, p.tiles[3], [&](long long value, float sum) {
-        const Weight first = weight_of_thread(first_weight(value / VALUES, p), (int)(value % THREADS_C));
-        const Ahead ahead = weight_of_sum((int)(value % VALUES) / THREADS_C);
-        if (exists(first, ahead, p, KERNEL_D, KERNEL_H, KERNEL_W)) narrow(sum, out[first.offset(p) + distance(ahead, p)]);
-    });
+    add_sums(parts, out, p);
 }
