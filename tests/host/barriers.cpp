@@ -186,6 +186,10 @@ void begin_barriers() {
 void end_barriers() {
     for (unsigned i = 0; i < barrier_count; ++i) {
         const MBarrier& b = barriers[i];
+        const uint64_t mark = mark_of(b.address);
+        if (memcmp(shared_at(b.address), &mark, sizeof mark)) {
+            fail("the mbarrier at %s was written over, but never invalidated", shared_name(b.address).c_str());
+        }
         bool waited_for = b.last_copy == b.first_epoch;  // there was none
         for (unsigned thread = 0; thread < blockDim.x; ++thread) {
             waited_for |= known[thread].of[actor_of(b)] >= b.last_copy;
