@@ -310,6 +310,19 @@ def assert_plane_close(problem: Problem, x: Any, weight: np.ndarray, y: Any, pos
     expected.assert_close(to_numpy(y[:, channel : channel + 1, position : position + 1]))
 
 
+def unlike_planes(cupy: Any, rng: np.random.Generator, problem: Problem, layout: str) -> Any:
+    """Return a problem's x of one image, in float16: a plane, at each position of the first axis rolled further."""
+    channels, depth, *plane = problem.x_shape[1:]
+    small = to_gpu(rng.standard_normal((channels, *plane)).astype(np.float16))
+    if layout == "contiguous":
+        x = cupy.empty(problem.x_shape, np.float16)
+    else:
+        x = cupy.empty((1, depth, *plane, channels), np.float16).transpose(0, 4, 1, 2, 3)
+    for position in range(depth):
+        x[0, :, position] = cupy.roll(small, 7 * position, axis=2)
+    return x
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_output_of_more_than_2_to_the_31_elements(cupy: Any, layout: str) -> None:
     needs_memory(cupy, 20)
@@ -334,13 +347,7 @@ def test_input_of_more_than_2_to_the_31_elements(cupy: Any, layout: str) -> None
     assert np.prod(problem.x_shape) > 2**31
     rng = np.random.default_rng(0)
     weight = rng.standard_normal(problem.weight_shape).astype(np.float16)
-    small = to_gpu(rng.standard_normal((40, 160, 320)).astype(np.float16))
-    if layout == "contiguous":
-        x = cupy.empty(problem.x_shape, np.float16)
-    else:
-        x = cupy.empty((1, *problem.extent, 40), np.float16).transpose(0, 4, 1, 2, 3)
-    for position in range(problem.extent[0]):
-        x[0, :, position] = cupy.roll(small, 7 * position, axis=2)
+    x = unlike_planes(cupy, rng, problem, layout)
     y = call(problem, x, to_gpu(weight))
     for channel in (0, 1):
         for position in (0, 1, 550, 1098, 1099):
@@ -355,13 +362,7 @@ def test_channels_and_slices_that_are_far_apart(cupy: Any, layout: str) -> None:
     assert min(np.prod(problem.x_shape), np.prod(problem.out_shape)) > 2**31
     rng = np.random.default_rng(0)
     weight = rng.standard_normal(problem.weight_shape).astype(np.float16)
-    small = to_gpu(rng.standard_normal((64, 512, 512)).astype(np.float16))
-    if layout == "contiguous":
-        x = cupy.empty(problem.x_shape, np.float16)
-    else:
-        x = cupy.empty((1, *problem.extent, 64), np.float16).transpose(0, 4, 1, 2, 3)
-    for position in range(problem.extent[0]):
-        x[0, :, position] = cupy.roll(small, 7 * position, axis=2)
+    x = unlike_planes(cupy, rng, problem, layout)
     y = call(problem, x, to_gpu(weight))
     for channel in (0, 7):
         for position in (0, 130, 259):
@@ -374,10 +375,7 @@ def test_an_element_at_offset_2_to_the_30(cupy: Any) -> None:
     problem = case((1, 64, 257, 256, 256), 64, (3, 1, 1), padding=(1, 0, 0))
     rng = np.random.default_rng(0)
     weight = rng.standard_normal(problem.weight_shape).astype(np.float16)
-    x = cupy.empty((1, *problem.extent, 64), np.float16).transpose(0, 4, 1, 2, 3)
-    small = to_gpu(rng.standard_normal((64, 256, 256)).astype(np.float16))
-    for position in range(problem.extent[0]):
-        x[0, :, position] = cupy.roll(small, 7 * position, axis=2)
+    x = unlike_planes(cupy, rng, problem, "channels_last")
     y = call(problem, x, to_gpu(weight))
     for position in (255, 256):
         assert_plane_close(problem, x, weight, y, position, 35)

@@ -45,6 +45,11 @@ uint16_t numbers[MAX_ADDRESS / 8];  // of the mbarriers by their addresses, plus
 // What an mbarrier holds is the hardware's business. Here a mark shows whether somebody wrote over it.
 uint64_t mark_of(uint32_t address) { return 0x9e3779b97f4a7c15u * (address + 1); }
 
+bool is_written_over(uint32_t address) {
+    const uint64_t mark = mark_of(address);
+    return memcmp(shared_at(address), &mark, sizeof mark) != 0;
+}
+
 MBarrier* find(uint32_t address) {
     const bool possible = address % 8 == 0 && address < MAX_ADDRESS && numbers[address / 8];
     return possible ? &barriers[numbers[address / 8] - 1] : nullptr;
@@ -55,12 +60,11 @@ unsigned actor_of(const MBarrier& b) { return BULK_COPIES + (unsigned)(&b - barr
 MBarrier& usable(const void* barrier) {
     const uint32_t address = shared_address(barrier);
     MBarrier* const b = find(address);
-    const uint64_t mark = mark_of(address);
     const char* wrong = nullptr;
     if (!b) wrong = "which nobody initialised";
     else if (!comes_before(b->initialised)) wrong = "which another thread initialised with no barrier in between";
     else if (!b->ready) wrong = "before barrier_init_done";
-    else if (memcmp(shared_at(address), &mark, sizeof mark)) wrong = "which was written over";
+    else if (is_written_over(address)) wrong = "which was written over";
     if (wrong) fail("uses the mbarrier at %s of shared memory, %s", shared_name(address).c_str(), wrong);
     return *b;
 }
@@ -186,8 +190,7 @@ void begin_barriers() {
 void end_barriers() {
     for (unsigned i = 0; i < barrier_count; ++i) {
         const MBarrier& b = barriers[i];
-        const uint64_t mark = mark_of(b.address);
-        if (memcmp(shared_at(b.address), &mark, sizeof mark)) {
+        if (is_written_over(b.address)) {
             fail("the mbarrier at %s was written over, but never invalidated", shared_name(b.address).c_str());
         }
         bool waited_for = b.last_copy == b.first_epoch;  // there was none
