@@ -321,10 +321,9 @@ class Work:
 
     def shared_bytes(self, tile: Tile, box: Ints, cells: Ints, memory: tuple[Memory, Memory]) -> int:
         sides = self.sides(box, cells, memory)
-        stage = sum(side.size for side in sides) * self.itemsize + OF_STAGE
-        return max(
-            tile.stages * stage + OF_RUN * sum(side.runs for side in sides), 4 * (tile.warps_k - 1) * self.values(tile)
-        )
+        stages = tile.stages * sum(side.size for side in sides) * self.itemsize
+        turned = 4 * (tile.warps_k - 1) * self.values(tile)  # where the stages were, once they are done with
+        return tile.stages * OF_STAGE + max(stages + OF_RUN * sum(side.runs for side in sides), turned)
 
     def best_box(
         self, tile: Tile, cells: Ints, times: int, memory: tuple[Memory, Memory], device: Device

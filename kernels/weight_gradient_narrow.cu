@@ -562,7 +562,10 @@ __device__ __forceinline__ Ahead weight_of_sum(int sum) {
 extern "C" __global__ void __launch_bounds__(WORKERS + COPIERS, MIN_BLOCKS)
     weight_gradient_narrow(const Stored* x, const Stored* y, float* parts, Stored* out, const Problem p) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    Stored* const shared = reinterpret_cast<Stored*>(shared_bytes);
+    // For each stage a barrier and what is known of its box, and then the stages. Of the former, nothing else takes the place.
+    Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
+    OfBox* const of_boxes = reinterpret_cast<OfBox*>(barriers + STAGES);
+    Stored* const shared = reinterpret_cast<Stored*>(barriers + 4 * STAGES);
 
     const long long tiles = tiles_of_weights(p);
     const Weight first = first_weight(blockIdx.x % tiles, p);
@@ -596,10 +599,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + COPIERS, MIN_BLOCKS)
         return {d, h, w, p.out_extent, p.out_stride};
     };
 
-    // Behind the stages: a barrier for each, what is known of its box, and the runs.
-    Barrier* const barriers = reinterpret_cast<Barrier*>(shared + STAGES * stage_size);
-    OfBox* const of_boxes = reinterpret_cast<OfBox*>(barriers + STAGES);
-    Run* const runs_x = reinterpret_cast<Run*>(barriers + 4 * STAGES);
+    // Behind the stages: the runs.
+    Run* const runs_x = reinterpret_cast<Run*>(shared + STAGES * stage_size);
     const int count_x = side_x.list(runs_x, channels_in, p.x_stride);
     Run* const runs_y = runs_x + count_x;
     const int count_y = side_y.list(runs_y, channels_out, p.out_stride);
@@ -685,7 +686,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + COPIERS, MIN_BLOCKS)
     copy_async_wait<0>();
 
     // The warps that shared the positions of the boxes are added up by the first of them.
-    add_warps(acc, shared_bytes, warp_k);
+    add_warps(acc, shared, warp_k);
     if (warp_k == 0) store_sums(acc, first, parts, out, p);
 }
 
