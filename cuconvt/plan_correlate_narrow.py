@@ -141,7 +141,8 @@ def _runs(extent: int, columns: int, depth: int, resident: int) -> int:
         rounds = columns * runs / resident
         return max(1.0, min(ceil(rounds), rounds + 0.5)) * (-(-extent // runs) + depth - 1 + START_ROWS)
 
-    cuts = {-(-extent // -(-extent // runs)) for runs in range(1, max(1, extent // (2 * depth)) + 1)}  # none is empty
+    most = max(1, extent // (2 * depth), min(extent, resident // columns))  # short ones only where blocks are few
+    cuts = {-(-extent // -(-extent // runs)) for runs in range(1, most + 1)}  # none is empty
     return min(sorted(cuts), key=rows)
 
 

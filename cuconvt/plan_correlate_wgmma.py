@@ -133,12 +133,13 @@ def plan_tile(
     """Plan a problem with a given tile."""
     g, read = as_read(geometry, layout)
     work = Work(g, read, dtype, precision)
-    box = work.best_box(tile, g.out_extent, device)
+    tiles_c = -(-g.c_out_per_group // (8 * tile.tiles_c))
+    times = tiles_c * g.groups * g.n
+    box = work.box_of_launch(tile, g.out_extent, times, device)
     if box is None:
         return Refusal("correlate_wgmma", "the box of this tile does not fit into shared memory")
     tiles = tuple(-(-i // b) for i, b in zip(g.out_extent, box.extent, strict=True))
-    tiles_c = -(-g.c_out_per_group // (8 * tile.tiles_c))
-    blocks = prod(tiles) * tiles_c * g.groups * g.n
+    blocks = prod(tiles) * times
     if blocks > MAX_BLOCKS:
         return Refusal("correlate_wgmma", f"counts boxes in 31 bits, got {blocks}")
     index64 = reads_need_64_bits(geometry, layout, box.extent)

@@ -176,16 +176,16 @@ def plan_tile(
         extents = (positions(geometry, 0), *extents[1:])
     if tile.join_w:
         extents = (*extents[:2], positions(geometry, 2))
-    near = (box for box in work.boxes(tile, extents) if work.reaches(tile, box, layout) < INDEX_LIMIT)
-    box = work.best_box(tile, extents, device, near)
+    phases = 1 if tile.all_phases else geometry.stride[0] * geometry.stride[1]
+    times = phases * tiles_c * geometry.groups * geometry.n
+    box = work.box_of_launch(tile, extents, times, device, layout)
     if box is None:
         return Refusal("phase_wgmma", "no box of this tile fits into shared memory and reaches elements in 32 bits")
     if tile.slides:
-        columns = _count(extents[1:], box.extent[1:]) * tiles_c * geometry.groups * geometry.n
+        columns = _count(extents[1:], box.extent[1:]) * times
         box = work.cut_along_d(tile, box, extents[0], columns, device.multiprocessors * tile.min_blocks)
     tiles = tuple(-(-q // b) for q, b in zip(extents, box.extent, strict=True))
-    phases = 1 if tile.all_phases else geometry.stride[0] * geometry.stride[1]
-    blocks = prod(tiles) * phases * tiles_c * geometry.groups * geometry.n
+    blocks = prod(tiles) * times
     if blocks > MAX_BLOCKS:
         return Refusal("phase_wgmma", f"counts boxes in 31 bits, got {blocks}")
     if positions_reached(geometry, box.extent) >= INDEX_LIMIT:
@@ -528,24 +528,25 @@ class Work:
         far = max((1 if tile.slides else d) * of_d, h * of_h, w * of_w)
         return box.plane <= MAX_POSITIONS and far <= MAX_OUTPUTS and self.shared_bytes(tile, box, True) <= room
 
-    def boxes(self, tile: Tile, extents: Ints) -> Iterator[Box]:
-        """Yield boxes that suit a tile, for so many positions along D, H, W."""
+    def boxes(self, tile: Tile, extents: Ints, rows: int = 0) -> Iterator[Box]:
+        """Yield boxes that suit a tile, or so many of its rows, for so many positions along D, H, W."""
+        rows = rows or tile.rows
         _, reach_h, reach_w = self.reach(tile)
         extra = reach_w if tile.merge_w else 0
         depths = [1] if tile.slides else _few(extents[0])
-        for w in _widths(extents[2], tile.rows - extra):
+        for w in _widths(extents[2], rows - extra):
             pitch = w + reach_w
             for d in depths:
-                most = ((tile.rows - w - extra) // pitch + 1 - (d - 1) * reach_h) // d
+                most = ((rows - w - extra) // pitch + 1 - (d - 1) * reach_h) // d
                 if most < 1:
                     break
                 h = _even(extents[1], most)
-                rows = ((d - 1) * (h + reach_h) + h - 1) * pitch + w + extra
+                held = ((d - 1) * (h + reach_h) + h - 1) * pitch + w + extra
                 whole = (extents[0], h, w) if tile.slides else (d, h, w)
-                yield self._box(tile, whole, (0, 0), round_up(rows, ROWS) - 1 - extra)
+                yield self._box(tile, whole, (0, 0), round_up(held, ROWS) - 1 - extra)
         if tile.merge_w:
             return
-        count = tile.rows // ROWS
+        count = rows // ROWS
         for across in range(1, min(count, -(-extents[2] // 8)) + 1):
             for down in range(1, min(count // across, -(-extents[1] // 8)) + 1):
                 d = 1 if tile.slides else _even(extents[0], count // (across * down))
@@ -593,6 +594,26 @@ class Work:
         boxes = self.boxes(tile, extents) if boxes is None else boxes
         fitting = (box for box in boxes if self.fits(tile, box, device))
         return min(fitting, key=lambda box: self.clocks(tile, box) * _count(extents, box.extent), default=None)
+
+    def box_of_launch(
+        self, tile: Tile, extents: Ints, times: int, device: Device, layout: Layout | None = None
+    ) -> Box | None:
+        """Return the box with the least time for a launch that takes all positions so many times.
+
+        With a layout, it reaches elements in 32 bits. Where the launch would not keep the device busy, some rows of the
+        tile may be left empty, so that more blocks share the positions.
+        """
+
+        def near(box: Box) -> bool:
+            return layout is None or self.reaches(tile, box, layout) < INDEX_LIMIT
+
+        held = device.multiprocessors * tile.min_blocks * tile.workers // tile.team
+        best = self.best_box(tile, extents, device, filter(near, self.boxes(tile, extents)))
+        if best is None or tile.slides or times * _count(extents, best.extent) >= held:
+            return best
+        boxes = (box for rows in range(ROWS, tile.rows + 1, ROWS) for box in self.boxes(tile, extents, rows))
+        fitting = (box for box in boxes if self.fits(tile, box, device) and near(box))
+        return min(fitting, key=lambda box: self.clocks(tile, box) * max(held, times * _count(extents, box.extent)))
 
     def box_parameters(self, tile: Tile, box: Box, blocks: int) -> Ints:
         """Return the part of ``struct Problem`` that describes a box."""

@@ -154,8 +154,8 @@ def planned_with(this: Case) -> Iterator[None]:
     """Plan with the case's tile whatever it costs and, if it says so, indices of 64 bits and boxes of patches."""
     all_boxes = wgmma.Work.boxes
 
-    def patched(work: wgmma.Work, tile: wgmma.Tile, extents: Ints) -> list[wgmma.Box]:
-        boxes = list(all_boxes(work, tile, extents))
+    def patched(work: wgmma.Work, tile: wgmma.Tile, extents: Ints, rows: int = 0) -> list[wgmma.Box]:
+        boxes = list(all_boxes(work, tile, extents, rows))
         return [box for box in boxes if any(box.patches) and work.fits(tile, box, this.device)] or boxes
 
     def plan(*problem: Any) -> Plan:

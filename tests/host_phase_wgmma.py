@@ -197,8 +197,8 @@ def plan_with(tile: Tile, patches: bool = False) -> Callable[..., Plan]:
     are some."""
     all_boxes = wgmma.Work.boxes
 
-    def patched(work: wgmma.Work, tile: Tile, extents: Ints) -> list[wgmma.Box]:
-        boxes = list(all_boxes(work, tile, extents))
+    def patched(work: wgmma.Work, tile: Tile, extents: Ints, rows: int = 0) -> list[wgmma.Box]:
+        boxes = list(all_boxes(work, tile, extents, rows))
         return [box for box in boxes if any(box.patches)] or boxes
 
     def plan(family: str, *problem: Any) -> Plan:

@@ -690,7 +690,7 @@ def test_wgmma_counts_from_where_a_box_begins() -> None:
 
 def test_boxes_of_wgmma_reach_elements_in_32_bits() -> None:
     """Slices of x or of the result so far apart that a box has fewer of them, and then that it has none at all."""
-    problem = case((1, 64, 64, 6, 6), 64, 2, 2)
+    problem = case((64, 64, 64, 6, 6), 64, 2, 2)  # enough positions for the largest boxes
 
     def depth(array: str, apart: int) -> int | Refusal:
         strides = getattr(layout_of(geometry_of(problem), True), array)

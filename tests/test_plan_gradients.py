@@ -255,6 +255,26 @@ def test_layouts_are_told_apart(x_last: bool, y_last: bool) -> None:
     assert (hopper["OUT_CHANNELS_LAST"], hopper["X_CHANNELS_LAST"]) == (x_last, y_last)
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_blocks_share_few_positions(last: bool) -> None:
+    """By the same specialisation as many positions: with boxes that leave a part of the tile empty, or shorter runs."""
+    small, large = (
+        geometry_of(case((n, 16, *extent), 16, 3, 2, 1, 1)) for n, extent in ((1, (8, 8, 8)), (8, (64, 64, 64)))
+    )
+    for dtype, precision in (("float32", "tf32x3"), ("float32", "tf32"), ("float16", None)):
+        for family in (plan_correlate_wgmma, plan_correlate_narrow):
+            few, many = (
+                family(geometry, dtype, layout_of(geometry, last), precision, DEVICES[90])
+                for geometry in (small, large)
+            )
+            if isinstance(few, Plan):
+                assert isinstance(many, Plan)
+                assert few.defines == many.defines
+                assert few.grid >= 16
+            else:
+                assert family is plan_correlate_narrow
+
+
 def test_grid_covers_every_weight() -> None:
     for problem in FIXED.values():
         plan = plan_of("weight_gradient", problem)
