@@ -15,9 +15,7 @@ from cuconvt.launch import can_start_early
 from cuconvt.plan import Device, Layout, Plan, problem_struct
 from cuconvt.plan_correlate import make_correlate_plan
 from cuconvt.plan_turned import turned
-from cuconvt.plan_weight_gradient import SUM_SLICES, SUM_VALUES, make_weight_gradient_plan
-
-SUM_BLOCK = SUM_VALUES * SUM_SLICES
+from cuconvt.plan_weight_gradient import SUM_THREADS, make_weight_gradient_plan, sum_blocks
 
 
 def correlate(y: Any, weight: Any, bias: Any, geometry: Geometry, precision: str | None, out: Any) -> Launch:
@@ -85,9 +83,10 @@ def _prepare_weight_gradient(
     problem = problem_struct(plan)
     add = None
     if plan.sums:
-        grid = -(-plan.sums // SUM_VALUES)
         early = can_start_early(device.compute_capability)
-        add = load(plan, f"{plan.kernel}_add", device).bind(grid, SUM_BLOCK, 0, problem, pointers=2, early=early)
+        add = load(plan, f"{plan.kernel}_add", device).bind(
+            sum_blocks(plan, dtype), SUM_THREADS, 0, problem, pointers=2, early=early
+        )
     kernel = load(plan, plan.kernel, device)
     return WeightGradientLaunch(
         kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4),

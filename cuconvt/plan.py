@@ -112,6 +112,8 @@ class Plan:
     workspace_bytes, sums : int
         Size of the partial sums that the kernel writes, and how many sums ``<kernel>_add`` makes of them; 0 when the
         kernel writes the result itself.
+    sums_a_block : int
+        How many of them a block makes; 0 where that follows from the number of parts.
     tile : object
         The family's tile, from which its ``plan_<kernel>`` makes the same plan again.
     tuned : bool
@@ -131,6 +133,7 @@ class Plan:
     packed_a_thread: int = 1
     workspace_bytes: int = 0
     sums: int = 0
+    sums_a_block: int = 0
     tile: Any = field(default=None, compare=False)
     tuned: bool = field(default=False, compare=False)
     refused: tuple[str, ...] = field(default=(), compare=False)

@@ -35,8 +35,9 @@ MAX_TAPS = 16  # of a tile along one axis
 WAVES = 4  # of blocks, at most
 LEAST_BOXES = 2  # that a block walks over, for a part costs its share of the second pass
 BOXES_AROUND = 2  # what a block takes before and after its boxes, in boxes
-SUM_VALUES = 32  # that a block of the second pass adds up, and the threads for each: kernels/partial_sums.cuh
-SUM_SLICES = 8
+SUM_THREADS = 256  # of a block of the second pass,
+MAX_SLICES = 8  # up to how many of which share a value,
+PARTS_OF_SLICE = 8  # and how many parts each of these adds up before: kernels/partial_sums.cuh
 
 LANES = 64  # of a multiprocessor's 128, what this kernel keeps busy (half of it in float64)
 INSTRUCTIONS_A_STAGED_ELEMENT = 15
@@ -155,6 +156,15 @@ def parts_of(boxes: int, tiles: int, tile_bytes: int, device: Device, blocks: in
     affordable = MAX_WORKSPACE_BYTES // (tiles * tile_bytes)
     most = max(1, min(-(-WAVES * held // tiles), affordable, -(-boxes // LEAST_BOXES), MAX_GRID // tiles))
     return min(range(1, most + 1), key=lambda parts: -(-parts * tiles // held) * (-(-boxes // parts) + BOXES_AROUND))
+
+
+def sum_blocks(plan: Plan, dtype: str) -> int:
+    """Return the blocks of the second pass of a plan that has one."""
+    if plan.sums_a_block:
+        return plan.sums // plan.sums_a_block
+    parts = plan.workspace_bytes // (plan.sums * (8 if dtype == "float64" else 4))
+    slices = next(n for n in (1, 2, 4, MAX_SLICES) if n == MAX_SLICES or n * PARTS_OF_SLICE >= parts)
+    return -(-plan.sums // (SUM_THREADS // slices))
 
 
 def _tiles_of_weights(geometry: Geometry, tile: Tile) -> int:

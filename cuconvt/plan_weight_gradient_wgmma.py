@@ -39,6 +39,8 @@ STAGES = 4
 BARRIER_BYTES = 128
 WAVES = 4  # of blocks, at most
 MAX_WORKSPACE_BYTES = 256 * 2**20
+FEW_PARTS = 16  # up to which a block of the second pass writes weights in their order,
+MAX_BYTES_OF_SUMS = 40 * 1024  # from so much shared memory
 KINDS = ((2, 1), (1, 2), (3, 1), (1, 3))  # workers of a block, and blocks on a multiprocessor
 GROUPS = (1, 2, 4)  # of taps along W
 STAGER_REGISTERS = 40, 56  # with indices of 32 and of 64 bits
@@ -110,6 +112,13 @@ class Tile:
     def values(self) -> int:
         """Weights of a block, and what its tile reaches beyond them."""
         return 128 * self.workers * self.sums
+
+    @property
+    def sums_a_block(self) -> int:
+        """Weights of a block of the second pass, where there are few parts."""
+        of_64_rows = 64 * self.taps_w * 8
+        every = self.tiles_m * self.workers * of_64_rows
+        return every if 4 * every <= MAX_BYTES_OF_SUMS else of_64_rows
 
     @property
     def at_start(self) -> int:
@@ -221,6 +230,7 @@ def plan_weight_gradient_wgmma(
         cost=COST_OF_TIME[work.itemsize][work.y_bytes(tile)] * cost * geometry.n * prod(geometry.x_extent),
         workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
         sums=tiles * tile.values if parts > 1 else 0,
+        sums_a_block=tile.sums_a_block if 1 < parts <= FEW_PARTS else 0,
         tile=tile,
     )
 

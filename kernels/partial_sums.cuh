@@ -32,26 +32,29 @@ __device__ __forceinline__ long long distance(const Ahead& ahead, const Problem&
            ahead.h * p.weight_stride[3] + ahead.w * p.weight_stride[4];
 }
 
-constexpr int SUM_VALUES = 32;  // that a block of the second kernel adds up,
-constexpr int SUM_SLICES = 8;   // each by so many threads
+constexpr int SUM_THREADS = 256, MAX_SLICES = 8, PARTS_OF_SLICE = 8;
 
-// Adds the parts of each of `values` values, of which a part holds one after the other; `store` takes the sums.
+// Adds the parts of each of `values` values, of which a part holds one after the other; `store` takes the sums. Where there are
+// many parts, several threads share a value.
 template <class Acc, class Store>
 __device__ __forceinline__ void add_parts(const Acc* parts, long long values, long long count, const Store& store) {
-    __shared__ Acc sums[SUM_SLICES][SUM_VALUES];
-    const int lane = threadIdx.x % SUM_VALUES, slice = threadIdx.x / SUM_VALUES;
-    const long long value = blockIdx.x * (long long)SUM_VALUES + lane;
+    __shared__ Acc sums[SUM_THREADS];
+    int slices = 1;
+    while (slices < MAX_SLICES && slices * PARTS_OF_SLICE < count) slices *= 2;
+    const int of_block = SUM_THREADS / slices, lane = (int)threadIdx.x % of_block, slice = (int)threadIdx.x / of_block;
+    const long long value = blockIdx.x * (long long)of_block + lane;
     Acc sum = 0;
     wait_for_kernel_before();
     if (value < values) {
-#pragma unroll 4
-        for (long long part = slice; part < count; part += SUM_SLICES) sum += parts[part * values + value];
+#pragma unroll 8
+        for (long long part = slice; part < count; part += slices) sum += parts[part * values + value];
     }
-    sums[slice][lane] = sum;
-    __syncthreads();
+    if (slices > 1) {
+        sums[threadIdx.x] = sum;
+        __syncthreads();
+    }
     if (slice == 0 && value < values) {
-#pragma unroll
-        for (int s = 1; s < SUM_SLICES; ++s) sum += sums[s][lane];
+        for (int s = 1; s < slices; ++s) sum += sums[s * of_block + lane];
         store(value, sum);
     }
 }

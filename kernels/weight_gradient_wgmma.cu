@@ -618,7 +618,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 }
 
+// ---- the second kernel -----------------------------------------------------------------------------------------------
+// A tile of few parts holds many weights, of which a thread's neighbours are far from its own in memory. So a block adds up all
+// sums of eight channels of x, or those of 64 rows, puts them in shared memory, and writes them in the order of the weights.
+
+constexpr int FEW_PARTS = 16;
+constexpr int ALL_TILES_M = TILES_M * WORKERS;
+constexpr int TILES_OF_BLOCK = ALL_TILES_M * 64 * TAPS_W * 8 * 4 <= 40 * 1024 ? ALL_TILES_M : 1;  // of 64 rows
+constexpr int ROWS_OF_BLOCK = 64 * TILES_OF_BLOCK, SUMS_OF_BLOCK = ROWS_OF_BLOCK * TAPS_W * 8;
+constexpr int NEXT_CHANNEL = ROWS_OF_BLOCK * TAPS_W + 4;  // in shared memory
+constexpr int AT_ONCE = SUMS_OF_BLOCK % (4 * SUM_THREADS) ? 2 : 4;  // sums of a thread
+static_assert(SUMS_OF_BLOCK % (AT_ONCE * SUM_THREADS) == 0, "all threads have as many sums");
+
+__device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, const Problem& p) {
+    __shared__ float sums[8 * NEXT_CHANNEL];
+    unsigned block = blockIdx.x;
+    const int eight = (int)(block % TILES_IN) * 8;  // the first of its channels
+    block /= TILES_IN;
+    const int first_tile = (int)(block % (ALL_TILES_M / TILES_OF_BLOCK)) * TILES_OF_BLOCK;
+    const long long tile = block / (ALL_TILES_M / TILES_OF_BLOCK), values = tiles_of_weights(p) * VALUES;
+    const int count = (int)p.tiles[3];
+    parts += tile * VALUES;
+    wait_for_kernel_before();
+#pragma unroll 1
+    for (int first = (int)threadIdx.x; first < SUMS_OF_BLOCK; first += AT_ONCE * SUM_THREADS) {
+        const float* from[AT_ONCE];
+        float sum[AT_ONCE];
+        int to[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            // [tile of 64 rows][tap][half and neighbour][thread of the worker]
+            const int at = first + i * SUM_THREADS, thread = at % 128, of_thread = at / 128 % 4, tap = at / 512 % TAPS_W;
+            const int tile_m = first_tile + at / (512 * TAPS_W);
+            const int own = (tile_m % TILES_M * TAPS_W + tap) * SUMS_OF_TAP + eight / 2 + of_thread;
+            const int row = at / (512 * TAPS_W) * 64 + row_of(thread, 0, of_thread / 2);
+            from[i] = parts + own * WORKER_THREADS + tile_m / TILES_M * 128 + thread;
+            to[i] = (thread % 4 * 2 + of_thread % 2) * NEXT_CHANNEL + row * TAPS_W + tap;
+            sum[i] = 0;
+        }
+#pragma unroll 2
+        for (int part = 0; part < count; ++part) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) sum[i] += from[i][part * values];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) sums[to[i]] = sum[i];
+    }
+    __syncthreads();
+
+    // What rows are besides channels of y follows each other in memory, and for each of these the taps.
+    constexpr int SPAN = ceil_div(ROWS_OF_BLOCK - 1, CHANNELS_OUT) + 1;
+    const Weight of_tile = first_weight(tile, p);
+    const int first_row = first_tile * 64;
+#pragma unroll 1
+    for (int at = (int)threadIdx.x; at < 8 * CHANNELS_OUT * SPAN * TAPS_W; at += SUM_THREADS) {
+        const int tap = at % TAPS_W, taps = first_row / CHANNELS_OUT + at / TAPS_W % SPAN;
+        const int co = at / (TAPS_W * SPAN) % CHANNELS_OUT, channel = at / (TAPS_W * SPAN * CHANNELS_OUT);
+        const int row = taps * CHANNELS_OUT + co, here = row - first_row;
+        const Weight first = weight_of_row(of_tile, 0, row);
+        const Ahead ahead = {eight + channel, 0, 0, 0, tap};
+        if (here >= 0 && here < ROWS_OF_BLOCK && has_weight(first, ahead, p))
+            narrow(sums[channel * NEXT_CHANNEL + here * TAPS_W + tap], out[first.offset(p) + distance(ahead, p)]);
+    }
+}
+
 extern "C" __global__ void weight_gradient_wgmma_add(const float* parts, Stored* out, const Problem p) {
+    if (p.tiles[3] <= FEW_PARTS) return add_few_parts(parts, out, p);
     const long long values = tiles_of_weights(p) * VALUES;
     add_parts(parts, values, p.tiles[3], [&](long long value, float sum) {
         const int thread = (int)(value % WORKER_THREADS), own = (int)(value % VALUES) / WORKER_THREADS;

@@ -21,7 +21,7 @@ from cuconvt import plan_correlate_narrow as narrow
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, problem_struct
 from cuconvt.plan_turned import turned
-from cuconvt.plan_weight_gradient import SUM_SLICES, SUM_VALUES
+from cuconvt.plan_weight_gradient import SUM_THREADS, sum_blocks
 
 
 class HostGradients:
@@ -81,9 +81,8 @@ class HostGradients:
         parts = np.empty(plan.workspace_bytes, np.uint8).view(np.float64 if x.dtype == np.float64 else np.float32)
         arrays = [*inputs, Argument.array("parts", OUTPUT, parts), Argument("out", ABSENT)]
         self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays)
-        grid = -(-plan.sums // SUM_VALUES)
         arrays = [Argument.array("parts", OF_KERNEL_BEFORE, parts), result]
-        self._launch(plan, f"{plan.kernel}_add", grid, SUM_VALUES * SUM_SLICES, 0, arrays)
+        self._launch(plan, f"{plan.kernel}_add", sum_blocks(plan, x.dtype.name), SUM_THREADS, 0, arrays)
 
     def _plan(self, geometry: Geometry, dtype: str, layout: Layout) -> Plan:
         if self.is_turned:

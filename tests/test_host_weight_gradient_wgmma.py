@@ -11,12 +11,12 @@ from host.build import kernel_sources, why_not
 from host_gradients import specialisation
 from host_weight_gradient_wgmma import LONGEST, SHARED_BYTES, Case, cases, on_host
 from hypothesis import given, seed, settings
-from strategies import Problem, case, problems
+from strategies import Ints, Problem, case, problems
 from test_host_faults import IN_USE, UNFILLED, UNWRITTEN, VALUES, plant
 from test_plan import problem_of
 
-from cuconvt.plan import Device, Refusal
-from cuconvt.plan_weight_gradient_wgmma import KINDS, STAGER_REGISTERS, Tile, plan_weight_gradient_wgmma
+from cuconvt.plan import Device, Plan, Refusal
+from cuconvt.plan_weight_gradient_wgmma import FEW_PARTS, KINDS, STAGER_REGISTERS, Tile, plan_weight_gradient_wgmma
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -96,6 +96,38 @@ def test_registers_of_all_warps_are_those_that_a_block_starts_with(index64: bool
         assert of_stager <= at_start <= of_worker
 
 
+def parts_of(plan: Plan) -> int:
+    return problem_of(plan)["tiles"][3]
+
+
+def in_parts(tile: Tile, kernel: Ints, multiprocessors: int) -> Case:
+    """Return a case with ragged channels and a row of M of no use, of which a device computes more or fewer parts."""
+    spec = specialisation(kernel, (1,) * len(kernel), (1,) * len(kernel), (12, 20), (False, False))
+    return Case(spec, "bfloat16", Device(90, multiprocessors, SHARED_BYTES), tile)
+
+
+# A case each for how parts are added up, with the extents of x and how many parts are expected.
+IN_PARTS = {
+    "few": (in_parts(Tile(2, 24, 1, 2, 2, 2, 1, 1), (2, 2), 8), (14, 32), range(2, 17)),
+    "few, 64 rows a block": (in_parts(Tile(1, 24, 1, 3, 12, 1, 2), (3, 12), 8), (12, 32), range(2, 17)),
+    "few, taps in groups": (in_parts(Tile(2, 24, 1, 1, 4, 2, 1, 4), (16,), 8), (600,), range(2, 17)),
+    "many": (in_parts(Tile(2, 24, 1, 2, 2, 2, 1, 1), (2, 2), 60), (40, 32), range(17, 99)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_parts_are_added_up(name: str) -> None:
+    this, extent, expected = IN_PARTS[name]
+    problem = this.problem(extent)
+    plan = this.plan_for(problem)
+    assert parts_of(plan) in expected
+    assert (plan.sums_a_block > 0) == (parts_of(plan) <= FEW_PARTS)
+    of_64_rows = plan.sums_a_block == 64 * 8 * dict(plan.defines)["TAPS_W"]
+    assert of_64_rows == ("64 rows" in name)
+    with on_host(this):
+        check("weight", problem, this.dtype, calls=1)
+
+
 # ---- planted faults --------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +177,22 @@ FAULTS = {
         "register with A .* was written|" + NOT_FREE,
     ),
     "registers of A without a fence": ("                wgmma_fence();\n", "", "without a wgmma_fence"),
+    "a sum of the next channel": ("thread % 4 * 2 + of_thread % 2) *", "thread % 4 * 2 + 1 - of_thread % 2) *", VALUES),
+    "a sum of the next row": (
+        "int row = taps * CHANNELS_OUT + co, here = row -",
+        "int row = taps * CHANNELS_OUT + co, here = row + 1 -",
+        VALUES,
+    ),
+    "a part too few": (
+        "for (int part = 0; part < count; ++part) {",
+        "for (int part = 1; part < count; ++part) {",
+        VALUES,
+    ),
+    "sums that are not there yet": (
+        "sums[to[i]] = sum[i];\n    }\n    __syncthreads();",
+        "sums[to[i]] = sum[i];\n    }",
+        VALUES + "|" + UNWRITTEN,
+    ),
     "the next part's boxes": (
         "index += parts_of_boxes) {\n        ring",
         "index += 1) {\n        ring",

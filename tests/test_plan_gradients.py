@@ -20,7 +20,12 @@ from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
 from cuconvt.plan_correlate_gemm import plan_correlate_gemm
 from cuconvt.plan_correlate_narrow import plan_correlate_narrow
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
-from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES, make_weight_gradient_plan, plan_weight_gradient
+from cuconvt.plan_weight_gradient import (
+    MAX_WORKSPACE_BYTES,
+    make_weight_gradient_plan,
+    plan_weight_gradient,
+    sum_blocks,
+)
 from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
 from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
 from cuconvt.plan_weight_gradient_wgmma import plan_weight_gradient_wgmma
@@ -273,6 +278,15 @@ def test_blocks_share_few_positions(last: bool) -> None:
                 assert few.grid >= 16
             else:
                 assert family is plan_correlate_narrow
+
+
+@pytest.mark.parametrize(("parts", "blocks"), [(2, 8), (8, 8), (9, 16), (33, 63), (500, 63)])
+def test_blocks_of_the_second_pass(parts: int, blocks: int) -> None:
+    """Each of 256 threads adds up eight parts of a value, or more where eight threads share it."""
+    for dtype, itemsize in (("float64", 8), ("float16", 4)):
+        plan = Plan("weight_gradient", (), 1, 128, 0, (), 0.0, workspace_bytes=itemsize * 2000 * parts, sums=2000)
+        assert sum_blocks(plan, dtype) == blocks
+        assert sum_blocks(dataclasses.replace(plan, sums_a_block=500), dtype) == 4
 
 
 def test_grid_covers_every_weight() -> None:
