@@ -250,9 +250,11 @@ class Stage(NamedTuple):
     y_channel: int  # so many that eight channels lie in different banks
     pieces: int
     items: int  # of the lists of what stagers fetch
+    runs: int
 
     def shared_bytes(self, index64: bool) -> int:
-        return BARRIER_BYTES + STAGES * PIECE_BYTES * self.pieces + self.items * (32 if index64 else 16)
+        lists = self.items * (32 if index64 else 16) + 4 * (self.runs + 2)  # the latter of where runs start in y
+        return BARRIER_BYTES + STAGES * PIECE_BYTES * self.pieces + lists
 
 
 class Work:
@@ -321,6 +323,7 @@ class Work:
             channel,
             pieces=box[0] * box[1] * runs * x_run + tile.channels_out * channel,
             items=box[0] * box[1] * runs * x_parts + prod(y_box) * y_parts,
+            runs=box[0] * box[1] * runs,
         )
 
     def fits(self, tile: Tile, box: Ints, device: Device) -> bool:

@@ -103,6 +103,33 @@ __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&r)[4], cons
                  : "memory");
 }
 
+// Where a thread reads words of shared memory, in a register of its own: of a pointer, the compiler works out again and again
+// what it starts from.
+struct SharedWords {
+    unsigned address;
+};
+__device__ __forceinline__ SharedWords words_at(const void* shared) {
+    unsigned address = (unsigned)__cvta_generic_to_shared(shared);
+    asm volatile("" : "+r"(address));
+    return {address};
+}
+__device__ __forceinline__ SharedWords operator+(SharedWords from, int bytes) { return {from.address + bytes}; }
+
+// Words that follow each other, aligned to their size, from so many words further on.
+template <int FURTHER> __device__ __forceinline__ void load_words(unsigned (&word)[1], SharedWords from) {
+    asm volatile("ld.shared.b32 %0, [%1+%2];" : "=r"(word[0]) : "r"(from.address), "n"(4 * FURTHER));
+}
+template <int FURTHER> __device__ __forceinline__ void load_words(unsigned (&word)[2], SharedWords from) {
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2+%3];"
+                 : "=r"(word[0]), "=r"(word[1])
+                 : "r"(from.address), "n"(4 * FURTHER));
+}
+template <int FURTHER> __device__ __forceinline__ void load_words(unsigned (&word)[4], SharedWords from) {
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4+%5];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                 : "r"(from.address), "n"(4 * FURTHER));
+}
+
 // ---- bytes -----------------------------------------------------------------------------------------------------------
 // Four bytes of two words: the lowest four bits of the selection number the lowest one, from 0 in `low` to 7 in `high`.
 __device__ __forceinline__ unsigned select_bytes(unsigned low, unsigned high, unsigned selection) {

@@ -187,29 +187,38 @@ struct Walk {
     int items, item_step, set_step;
 };
 
-// Channels that a thread takes at a time, in pieces or words.
-__host__ __device__ constexpr int unit(int bytes) { return bytes == 16 ? 4 : 8; }
+constexpr int UNIT = 8;  // channels that a thread takes at a time
+
+template <int BYTES> __device__ __forceinline__ void copy_part(unsigned* to, const Stored* from, bool inside) {
+    if (BYTES == 16) copy_async_16_or_zeros(to, from, inside);
+    if (BYTES == 4) copy_async_4(to, from, inside ? 4 : 0);
+}
 
 // Whole pieces or words, which arrive later. Channels are `step` apart in the array and `apart` pieces in shared memory.
 template <int BYTES>
 __device__ __forceinline__ void copy_parts(Piece* to, const Stored* from, const Item* items, Walk walk, const Origin& origin,
                                            Index step, int apart, int channels) {
-    constexpr int UNIT = unit(BYTES);
+    if (walk.set * UNIT >= channels) return;
+    Item next = items[walk.item];
 #pragma unroll 1
-    for (; walk.set * UNIT < channels; walk.next()) {
-        const Item item = items[walk.item];
+    do {
+        const Item item = next;
         const bool inside = origin.contains(item);
-        const int first = walk.set * UNIT;
+        const int first = walk.set * UNIT, left = channels - first;
         const Stored* source = from + (inside ? origin.offset + item.offset + first * step : 0);
         unsigned* target = &to[first * apart].value[0] + item.place;
+        walk.next();
+        if (walk.set * UNIT < channels) next = items[walk.item];  // it takes a while
+        if (left >= UNIT) {
 #pragma unroll
-        for (int c = 0; c < UNIT; ++c) {
-            if (first + c < channels && BYTES == 16) copy_async_16(target, source, inside ? 16 : 0);
-            if (first + c < channels && BYTES == 4) copy_async_4(target, source, inside ? 4 : 0);
-            if (inside) source += step;
-            target += apart * PIECE_WORDS;
+            for (int c = 0; c < UNIT; ++c, target += apart * PIECE_WORDS, source += step)
+                copy_part<BYTES>(target, source, inside);
+        } else {
+#pragma unroll 1
+            for (int c = 0; c < left; ++c, target += apart * PIECE_WORDS, source += step)
+                copy_part<BYTES>(target, source, inside);
         }
-    }
+    } while (walk.set * UNIT < channels);
 }
 
 #if DTYPE == FLOAT32
@@ -217,7 +226,7 @@ __device__ __forceinline__ void copy_parts(Piece* to, const Stored* from, const 
 template <int BYTES>
 __device__ __forceinline__ void round_parts(Piece* to, const Item* items, Walk walk, int channels) {
     typedef Pack<unsigned, BYTES / 4> Part;
-    constexpr int UNIT = unit(BYTES), BATCH = BYTES == 16 ? 2 : 4;
+    constexpr int BATCH = BYTES == 16 ? 2 : 4;
 #pragma unroll 1
     for (; walk.set * UNIT < channels; walk.next()) {
         unsigned* target = &to[walk.set * UNIT].value[0] + items[walk.item].place;
@@ -306,31 +315,31 @@ __host__ __device__ constexpr bool is_used(int chunk) {
 static_assert(GROUPS_W == 1 || TAPS_W * AxisW::HOP % (PER_WORD * CHUNK) == 0, "a group's taps are whole chunks later");
 
 struct Chunks {
-    Pack<unsigned, CHUNK> value[2][2][CHUNKS];  // [row of A][run]
+    unsigned value[2][2][CHUNKS][CHUNK];  // [row of A][run]
 
     __device__ __forceinline__ unsigned word(int row, int run, int element) const {
-        return value[row][run][element / PER_WORD / CHUNK].value[element / PER_WORD % CHUNK];
+        return value[row][run][element / PER_WORD / CHUNK][element / PER_WORD % CHUNK];
     }
 };
 
-// Rows and runs are where `rows` and `runs` say, in words.
-__device__ __forceinline__ void load(Chunks& chunks, const unsigned* y, const int (&rows)[2], const int (&runs)[2]) {
+// The chunks of a row and a run, from number I on.
+template <int I = 0> __device__ __forceinline__ void load_chunks(unsigned (&chunks)[CHUNKS][CHUNK], SharedWords from) {
+    if constexpr (is_used(I)) load_words<I * CHUNK>(chunks[I], from);
+    if constexpr (I + 1 < CHUNKS) load_chunks<I + 1>(chunks, from);
+}
+
+// Rows and runs are where `rows` and `runs` say, in bytes.
+__device__ __forceinline__ void load(Chunks& chunks, SharedWords y, const int (&rows)[2], const unsigned (&runs)[2]) {
 #pragma unroll
     for (int run = 0; run < 2; ++run) {
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i)
-                if (is_used(i))
-                    chunks.value[row][run][i] =
-                        *reinterpret_cast<const Pack<unsigned, CHUNK>*>(y + rows[row] + runs[run] + i * CHUNK);
-        }
+        for (int row = 0; row < 2; ++row) load_chunks(chunks.value[row][run], y + rows[row] + (int)runs[run]);
     }
 }
 
-// Two elements in a word, each in the low or the high half of its own.
+// Two elements in a word, each from the low or the high half of its own.
 __device__ __forceinline__ unsigned join(unsigned first, bool first_high, unsigned second, bool second_high) {
-    return (first_high ? first >> 16 : first & 0xffffu) | (second_high ? second & 0xffff0000u : second << 16);
+    return select_bytes(first, second, (first_high ? 0x32 : 0x10) | (second_high ? 0x7600 : 0x5400));
 }
 
 struct Fragments {
@@ -352,12 +361,15 @@ __device__ __forceinline__ void pick(Fragments& a, const Chunks& chunks, unsigne
 #pragma unroll
         for (int i = 0; i < 4; ++i) a.value[tap][i] = to_tf32(__uint_as_float(chunks.word(i % 2, i / 2, first)));
 #else
-        const bool loaded_again = TILES_M == 1 && first % 2 == 0 && second == first + 1;
+        const bool as_loaded = first % 2 == 0 && second == first + 1;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const unsigned word = join(chunks.word(i % 2, i / 2, first), first % 2 != 0, chunks.word(i % 2, i / 2, second),
-                                       second % 2 != 0);
-            a.value[tap][i] = loaded_again ? moved(word, a.value[tap][i], zero) : word;
+            const unsigned word = chunks.word(i % 2, i / 2, first);
+            if (!as_loaded) {
+                a.value[tap][i] = join(word, first % 2 != 0, chunks.word(i % 2, i / 2, second), second % 2 != 0);
+            } else {
+                a.value[tap][i] = TILES_M == 1 ? moved(word, a.value[tap][i], zero) : word;
+            }
         }
 #endif
     }
@@ -377,21 +389,11 @@ __device__ __forceinline__ void multiply_add(float (&sum)[SUMS_OF_TAP], const un
 #endif
 }
 
-// Where the runs of a box are in y, one after the other, in words.
-struct Cursor {
-    int at, w, h;
-
-    __device__ __forceinline__ int next(const Box& box) {
-        const int here = at;
-        at += AxisW::STEP * PIECE_WORDS;
-        if (++w == box.runs) {
-            w = 0;
-            at += AxisH::STEP * box.y_row * PIECE_WORDS - box.runs * AxisW::STEP * PIECE_WORDS;
-            if (++h == box.h) h = 0, at += (AxisD::STEP * box.y_h - box.h * AxisH::STEP) * box.y_row * PIECE_WORDS;
-        }
-        return here;
-    }
-};
+// Where a run of the box starts in y, in bytes. The first one follows the last one.
+__device__ __forceinline__ unsigned start_of_run(int run, const Box& box) {
+    const int row = run / box.runs % (box.d * box.h), h = row % box.h, d = row / box.h;
+    return ((d * AxisD::STEP * box.y_h + h * AxisH::STEP) * box.y_row + run % box.runs * AxisW::STEP) * (int)sizeof(Piece);
+}
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
@@ -475,6 +477,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Piece* const stages = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
     Item* const items_x = reinterpret_cast<Item*>(stages + STAGES * box.stage());
     Item* const items_y = items_x + box.x_items;
+    unsigned* const starts = reinterpret_cast<unsigned*>(items_y + box.y_items);
 
     const long long tiles = tiles_of_weights(p);
     const Weight first = first_weight(blockIdx.x % tiles, p);
@@ -490,6 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     for (int i = threadIdx.x; i < box.x_items; i += THREADS) items_x[i] = find_item_of_x(i, p, box);
     for (int i = threadIdx.x; i < box.y_items; i += THREADS) items_y[i] = find_item_of_y(i, p, box);
+    for (int i = threadIdx.x; i < box.d * box.h * box.runs + 2; i += THREADS) starts[i] = start_of_run(i, box);
     // Channels that do not exist are staged once and for all.
     if (channels_in < CHANNELS_IN || channels_out < CHANNELS_OUT)
         for (int i = threadIdx.x; i < STAGES * box.stage(); i += THREADS) stages[i] = Piece{{0, 0, 0, 0}};
@@ -547,33 +551,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) acc.value[tile_of_sum(i)][i / SUMS_OF_TAP % TAPS_W][i % SUMS_OF_TAP] = 0;
 
-    int rows[TILES_M][2];
+    int rows[TILES_M][2];  // where they are in y, in bytes
 #pragma unroll
     for (int i = 0; i < 2 * TILES_M; ++i) {
         const int of_thread = row_of(threadIdx.x, i / 2, i % 2), row = of_thread < ROWS ? of_thread : 0;
         const int of_taps = tap_d_of_row(row) * AxisD::HOP * box.y_h + tap_h_of_row(row) * AxisH::HOP;
-        rows[i / 2][i % 2] = (row % CHANNELS_OUT * box.y_channel + of_taps * box.y_row) * PIECE_WORDS +
-                             group_of_row(row) * TAPS_W * AxisW::HOP / PER_WORD + (int)threadIdx.x % 4 * AxisW::STEP;
+        const int words = (row % CHANNELS_OUT * box.y_channel + of_taps * box.y_row) * PIECE_WORDS +
+                          group_of_row(row) * TAPS_W * AxisW::HOP / PER_WORD + (int)threadIdx.x % 4 * AxisW::STEP;
+        rows[i / 2][i % 2] = 4 * words;
     }
 
     const int steps = box.d * box.h * box.runs / 2;  // of two runs each
     Chunks chunks;
     Fragments a = {};
     const unsigned zero = (unsigned)(p.groups >> 32);
+    unsigned runs[2];  // of the next step
+    load_words<0>(runs, words_at(starts));
     int used = -1;  // the stage whose last products are under way
 #pragma unroll 1
     for (unsigned index = first_box; index < boxes; index += parts_of_boxes) {
         ring.wait_until_full();
         const Piece* const stage = stages + ring.place * box.stage();
-        const unsigned* const staged_y = &stage[box.x_pieces].value[0];
+        const SharedWords staged_y = words_at(stage + box.x_pieces);
+        SharedWords next_runs = words_at(starts);
         Operand staged_x = of_warp(describe(stage, box.x_run * 16, 128));
-        Cursor cursor = {0, 0, 0};
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-            const int runs[2] = {cursor.next(box), cursor.next(box)};
 #pragma unroll
             for (int tile = 0; tile < TILES_M; ++tile) {
                 load(chunks, staged_y, rows[tile], runs);  // while the products before are under way
+                if (tile == TILES_M - 1) load_words<0>(runs, next_runs = next_runs + 2 * (int)sizeof(unsigned));
                 wgmma_wait<0>();
                 if (tile == 0 && used >= 0) {
                     __syncwarp();  // all lanes have read their y

@@ -143,7 +143,9 @@ NOT_FREE = IN_USE + "|with no wait for it"
 FAULTS = {
     "a tap one element late": ("return EARLY + tap *", "return EARLY + 1 + tap *", VALUES + "|" + UNWRITTEN),
     "the other half of a word": ("first % 2 != 0, chunks", "first % 2 == 0, chunks", VALUES),
-    "the next row one early": ("if (++w == box.runs)", "if (++w == box.runs + 1)", VALUES + "|" + UNWRITTEN),
+    "the next row one early": ("row = run / box.runs %", "row = (run + 1) / box.runs %", VALUES),
+    "no first run behind the last one": ("box.d * box.h * box.runs + 2; i", "box.d * box.h * box.runs; i", UNWRITTEN),
+    "runs of the first step": ("next_runs = next_runs + 2 * (int)", "next_runs + 2 * (int)", VALUES),
     "a run of x from elsewhere": ("describe(stage, box.x_run * 16, 128)", "describe(stage, 128, 128)", VALUES),
     "a tap's row of another tap": ("+ tap_h_of_row(row) * AxisH::HOP;", "+ 0;", VALUES),
     "<= for < at an edge": (
@@ -213,8 +215,8 @@ FAULTS_TF32 = {
     "x that is not rounded": ("word = to_tf32(__uint_as_float(word));", "word += 0;", VALUES),
     "x rounded in part": ("min(channels - walk.set * UNIT, UNIT)", "min(channels - walk.set * UNIT, BATCH)", VALUES),
     "x that another thread copied": (
-        "constexpr int UNIT = unit(BYTES), BATCH = ",
-        "constexpr int UNIT = unit(BYTES) / 2, BATCH = ",
+        "    constexpr int BATCH = BYTES == 16",
+        "    constexpr int UNIT = 4, BATCH = BYTES == 16",
         UNFILLED,
     ),
     "copies that have not landed": ("        copy_async_wait<0>();\n", "", UNFILLED),

@@ -93,7 +93,7 @@ def test_registers_of_a_are_left_alone(name: str, dtype: str, tile: Tile) -> Non
 @pytest.mark.parametrize(
     ("dtype", "before", "after"),
     [
-        ("bfloat16", "= loaded_again ? moved(", "= false ? moved("),
+        ("bfloat16", "= TILES_M == 1 ? moved(", "= false ? moved("),
         ("float32", "= to_tf32(__uint_as_float(chunks", "= ((chunks"),
     ],
 )

@@ -107,6 +107,22 @@ inline int recomputed(int value) { return value; }
 inline float on_its_own(float value) { return value; }
 template <class T> T* worked_out(T* address) { return address; }
 
+// ---- words of shared memory ------------------------------------------------------------------------------------------
+
+struct SharedWords {
+    const char* at;
+};
+inline SharedWords words_at(const void* shared) { return {(const char*)shared}; }
+inline SharedWords operator+(SharedWords from, int bytes) { return {from.at + bytes}; }
+
+template <int FURTHER, int N> void load_words(unsigned (&word)[N], SharedWords from) {
+    struct alignas(4 * N) Words {
+        unsigned word[N];
+    };
+    const Words words = *(const Words*)(from.at + 4 * FURTHER);
+    for (int i = 0; i < N; ++i) word[i] = words.word[i];
+}
+
 // ---- bytes -----------------------------------------------------------------------------------------------------------
 
 inline unsigned select_bytes(unsigned low, unsigned high, unsigned selection) {
