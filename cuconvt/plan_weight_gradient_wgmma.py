@@ -372,12 +372,20 @@ class Work:
         """Estimate the clocks of a launch, and of the second pass."""
         tiles, boxes = self.tiles_of_weights(tile), geometry.n * _count(geometry.x_extent, box)
         rounds = -(-parts * tiles // (tile.min_blocks * device.multiprocessors))
-        clocks = rounds * tile.min_blocks * (-(-boxes // parts) + BOXES_AROUND) * self.clocks(tile, box)
+        a_box = self.clocks(tile, box) + self.sectors(tile, box) * SECTOR / L2_BYTES_A_CLOCK
+        clocks = rounds * tile.min_blocks * (-(-boxes // parts) + BOXES_AROUND) * a_box
         if parts > 1:
             written = 4 * tile.values * tile.min_blocks * rounds  # by a multiprocessor
             read = 4 * tile.values * tiles * parts / device.multiprocessors
             clocks += (written + read) / PARTS_BYTES_A_CLOCK
         return clocks
+
+    def sectors(self, tile: Tile, box: Ints) -> float:
+        """Return how many sectors of a box's rows are read beyond what is of use. Those of y start within one."""
+        s, of_row = self.shape, self.itemsize * box[2] % SECTOR
+        x_rows = prod(box[:2]) * min(tile.channels_in, s.c_in)
+        y_rows = prod(self.y_box(tile, box)[:2]) * min(tile.channels_out, s.c_out)
+        return x_rows * (1.5 - of_row / SECTOR if of_row else 0) + y_rows / 2
 
     def typical_cost(self, tile: Tile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
         """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits.
