@@ -192,6 +192,7 @@ def _cost_a_position(geometry: Geometry, tile: Tile) -> float:
     return tiles_c * (geometry.c_out_per_group * (arithmetic + staging) + INSTRUCTIONS_A_RESULT * tile.box_c)
 
 
+@functools.lru_cache(maxsize=4096)
 def staged_axis(taps: int, stride: int, dilation: int, box: int) -> tuple[int, int, int]:
     """Return how far apart neighbouring positions and taps are in a staged box, and its extent: see boxes.cuh."""
     gap = gcd(stride, dilation) if taps > 1 else stride

@@ -308,7 +308,7 @@ class Work:
 
     def y_box(self, tile: Tile, box: Ints) -> tuple[int, int, int]:
         """Return what the taps of a tile reach, along W in pieces."""
-        d, h, w = (self.staged(tile, axis, extent)[2] for axis, extent in enumerate(box))
+        d, h, w = (staged[2] for staged in map(staged_axis, tile.taps, self.shape.stride, self.shape.dilation, box))
         return d, h, -(-(self.early(tile) + w) // self.piece)
 
     def stage(self, tile: Tile, box: Ints) -> Stage:
@@ -329,7 +329,8 @@ class Work:
     def fits(self, tile: Tile, box: Ints, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        if tile.channels_in * prod(box) * self.itemsize * STAGES > room:
+        # y takes no less than its channels at as many positions.
+        if (tile.channels_in + tile.channels_out) * prod(box) * self.itemsize * STAGES > room:
             return False
         stage, strides = self.stage(tile, box), self.shape.stride
         far = max(stage.y_box[0] * strides[0], stage.y_box[1] * strides[1])
@@ -409,14 +410,18 @@ class Work:
         return exp(logarithms / len(TYPICAL_EXTENTS[rank]))
 
     def least_cost(self, tile: Tile, device: Device) -> float:
-        """Return a lower bound of a position's clocks: the products alone, what they read, and x in the largest box."""
-        tensor, shared, workers = (clocks * tile.tiles_m / (2 * self.piece) for clocks in self.unit_clocks(tile))
-        s, x_bytes = self.shape, self.itemsize * min(tile.channels_in, self.shape.c_in)
-        fetch = x_bytes / FETCHED_BYTES_A_CLOCK[s.itemsize][s.x_bytes] / tile.min_blocks
-        busiest = max(tensor, shared, workers, fetch)
-        clocks = busiest + OVERLAP * (tensor + shared - min(busiest, tensor + shared))
+        """Return a lower bound of a position's clocks: those of the largest box, without a halo along any axis."""
+        s, of_y = self.shape, 1
+        for axis in range(3):
+            step, hop, _ = self.staged(tile, axis, 1)
+            of_y *= min(step, (tile.taps[axis] - 1) * hop + 1)
+        x_bytes = self.itemsize * min(tile.channels_in, s.c_in)
+        y_bytes = self.itemsize * min(tile.channels_out, s.c_out) * of_y
+        clocks = self.clocks_of(tile, tile.tiles_m / (2 * self.piece), x_bytes, y_bytes)
         room = (device.shared_bytes + 1024) // tile.min_blocks
-        positions = min(MAX_RUNS * self.piece, room // (STAGES * self.itemsize * tile.channels_in))
+        channels = tile.channels_in + tile.channels_out * of_y
+        runs = 4 * MAX_RUNS // 3  # where an odd number is rounded up
+        positions = min(runs * self.piece, room // (STAGES * self.itemsize * channels))
         return (clocks + BOX_CLOCKS / tile.min_blocks / max(1, positions)) * self.tiles_of_weights(tile)
 
     def unit_clocks(self, tile: Tile) -> tuple[float, float, float]:
@@ -429,10 +434,14 @@ class Work:
         """Estimate a multiprocessor's clocks for one box."""
         s = self.shape
         steps = prod(box) // (2 * self.piece) * tile.tiles_m
-        tensor, shared, workers = (steps * clocks for clocks in self.unit_clocks(tile))
         x_bytes = self.itemsize * prod(box) * min(tile.channels_in, s.c_in)
         y_bytes = PIECE_BYTES * prod(self.y_box(tile, box)) * min(tile.channels_out, s.c_out)
-        fetch, l2 = 0.0, 0.0
+        return self.clocks_of(tile, steps, x_bytes, y_bytes) + BOX_CLOCKS / tile.min_blocks
+
+    def clocks_of(self, tile: Tile, steps: float, x_bytes: int, y_bytes: int) -> float:
+        """Estimate the clocks of what a box multiplies, for two runs and 64 rows a step, and fetches."""
+        s, fetch, l2 = self.shape, 0.0, 0.0
+        tensor, shared, workers = (steps * clocks for clocks in self.unit_clocks(tile))
         for count, size, gap in ((x_bytes, s.x_bytes, 1), (y_bytes, self.y_bytes(tile), self.gap_w(tile))):
             apart = SECTOR / s.itemsize if size == 1 else min(gap, SECTOR / s.itemsize)
             shared += count * (1 if size > 2 else 3 * apart) / SHARED_BYTES_A_CLOCK
@@ -442,7 +451,7 @@ class Work:
             shared += 2 * x_bytes / SHARED_BYTES_A_CLOCK
             fetch += x_bytes / ROUNDED_BYTES_A_CLOCK[s.x_bytes] / tile.min_blocks
         busiest = max(tensor, shared, fetch, l2, workers)
-        return busiest + OVERLAP * (tensor + shared + l2 - busiest) + BOX_CLOCKS / tile.min_blocks
+        return busiest + OVERLAP * (tensor + shared + l2 - busiest)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from strategies import DTYPES, Problem, case, problems
 from test_plan import struct_fields
 
+from cuconvt import plan_weight_gradient_wgmma as weight_wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import MAX_GRID, Device, Layout, Plan, Refusal
 from cuconvt.plan_correlate import make_correlate_plan, plan_correlate
@@ -278,6 +279,25 @@ def test_blocks_share_few_positions(last: bool) -> None:
                 assert few.grid >= 16
             else:
                 assert family is plan_correlate_narrow
+
+
+@pytest.mark.parametrize(
+    "problem", [case((1, 64, 5, 5, 5), 24, (3, 5, 2), (2, 1, 3)), case((1, 16, 9, 9), 48, 4, 2, 1)]
+)
+def test_no_tile_of_weights_takes_less_than_its_bound(problem: Problem) -> None:
+    """What cannot be the best is left out by the bound, before its boxes are compared."""
+    for dtype, itemsize in (("float32", 4), ("float16", 2)):
+        geometry = geometry_of(problem)
+        work = weight_wgmma.Work(weight_wgmma.Shape.of(geometry, layout_of(geometry), itemsize, False))
+        costs = [
+            (work.least_cost(tile, DEVICES[90]), cost, tile)
+            for tile in weight_wgmma.tiles(work)
+            if (cost := work.typical_cost(tile, DEVICES[90])) is not None
+        ]
+        assert all(bound <= cost for bound, cost, _ in costs)
+        best = min(cost for _, cost, _ in costs)
+        chosen = weight_wgmma.choose_tile(work.shape, DEVICES[90])
+        assert best == next(cost for _, cost, tile in costs if tile == chosen), dtype
 
 
 @pytest.mark.parametrize(("parts", "blocks"), [(2, 8), (8, 8), (9, 16), (33, 63), (500, 63)])
