@@ -263,14 +263,18 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
             Piece* const target = to + piece * plane + ((int)(place >> 16) - 1);
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
-                Channels c;
                 Piece parts[PARTS];
+                if constexpr (WORDS < WIDTH) {
+                    unsigned words[PIECE];
 #pragma unroll
-                for (int k = 0; k < PIECE; ++k) {
-                    const unsigned halves = values[j][k][i * WORDS / WIDTH];
-                    from_bits(WORDS < WIDTH ? halves >> i % 2 * 16 : halves, c.value[k]);
+                    for (int k = 0; k < PIECE; ++k) words[k] = values[j][k][i / 2];
+                    parts[0] = take_halves(words, i % 2);
+                } else {
+                    Channels c;
+#pragma unroll
+                    for (int k = 0; k < PIECE; ++k) from_bits(values[j][k][i], c.value[k]);
+                    pack(c, parts);
                 }
-                pack(c, parts);
                 if (RUNS && !(place >> i & 1)) continue;
                 const int later = RUNS && first_class + i >= CLASSES;
                 const int plane_of_class = (RUNS ? first_class + i - later * CLASSES : number + i) * PIECES;
@@ -285,19 +289,70 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
 // Channels-last x that is aligned for it comes by asynchronous copies, a piece at a time, to where it is going to be.
 __device__ __forceinline__ bool is_copied(const Problem& p) { return X_CHANNELS_LAST && p.x_vector; }
 
-// Neighbouring threads copy neighbouring pieces, of one class after the other. What does not exist becomes zero.
+// Of the UNITS pieces of a position, or those of its classes, a thread always copies the same one: what follows from it is worked
+// out once a stage, and not kept beyond, where registers are short. Neighbouring threads copy neighbouring pieces.
+struct Share {
+    static constexpr int UNITS = 2 * K_STEPS, STEP = STAGERS / UNITS;  // from a thread's position to its next one
+    int unit, first;
+
+    // The last few threads may have no share: they begin behind the last of `count` positions.
+    __device__ __forceinline__ Share(int thread, int count) {
+        thread = recomputed(thread);
+        unit = thread % UNITS;
+        first = thread < STEP * UNITS ? thread / UNITS : count;
+    }
+};
+
+// Copies the thread's piece of each position, of which there are so many channels, or none. What does not exist becomes zero.
+template <bool WHOLE>
+__device__ __forceinline__ void copy_pieces(const Share& mine, Piece* to, const Stored* x, const Item* items,
+                                            int count, int channels, unsigned wanted) {
+    constexpr int STEP = Share::STEP, BATCH = 4;  // items that are read before the first is copied
+    x = worked_out(x);
+    for (int position = mine.first; position < count; position += BATCH * STEP) {
+        Item batch[BATCH];
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const Item& item = items[min(position + j * STEP, count - 1)];
+            batch[j].offset = item.offset;
+            batch[j].place = item.place;
+        }
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const int at = position + j * STEP;
+            if (at >= count) break;
+            const bool inside = channels > 0 && (batch[j].place & wanted) == wanted;
+            const Stored* const from = x + batch[j].offset;
+            if (WHOLE) copy_async_16_or_zeros(to + at, from, inside);
+            else copy_async_16(to + at, inside ? from : x, inside ? channels * (int)sizeof(Stored) : 0);
+        }
+    }
+}
+
+// The pieces of a position are those of one class after the other.
 __device__ __forceinline__ void copy_x(Piece* to, const Stored* x, const Item* items, const Problem& p, const Stage& st,
                                        int count, int plane, int thread) {
-    const Index across = DILATION_W * (Index)p.x_stride[4];
-#pragma unroll (PARTS > 1 ? 1 : 2)
-    for (int at = thread; at < count * (2 * K_STEPS); at += STAGERS) {
-        const int position = at / (2 * K_STEPS), unit = at % (2 * K_STEPS);
-        const int piece = unit % PIECES, number = st.set * CLASSES + unit / PIECES;
-        const unsigned wanted = 1u << (12 + st.d) | 1u << (8 + st.h) | 1u << number;
-        const bool inside = (items[position].place & wanted) == wanted;
-        const int left = inside ? max(0, min(st.channels - piece * PIECE, PIECE)) : 0;
-        copy_async_16(to + unit * plane + position, left ? x + items[position].offset + number * across + piece * PIECE : x,
-                      left * (int)sizeof(Stored));
+    const Share mine(thread, count);
+    const int piece = mine.unit % PIECES, number = st.set * CLASSES + mine.unit / PIECES;
+    const int channels = st.channels - piece * PIECE;
+    const unsigned wanted = 1u << (12 + st.d) | 1u << (8 + st.h) | 1u << number;
+    to += mine.unit * plane;
+    x += number * DILATION_W * (Index)p.x_stride[4] + piece * PIECE;
+    if (channels <= 0 || channels >= PIECE) copy_pieces<true>(mine, to, x, items, count, channels, wanted);
+    else copy_pieces<false>(mine, to, x, items, count, channels, wanted);
+}
+
+__device__ __forceinline__ void convert_x(Piece* to, int count, int plane, int thread) {
+    if constexpr (sizeof(Stored) == 4) {
+        const Share mine(thread, count);
+        to += mine.unit * plane;
+#pragma unroll 2
+        for (int at = mine.first; at < count; at += mine.STEP) {
+            Piece parts[PARTS];
+            pack(*reinterpret_cast<const Channels*>(to + at), parts);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) to[part * mine.UNITS * plane + at] = parts[part];
+        }
     }
 }
 

@@ -245,11 +245,15 @@ __device__ __forceinline__ void stage(Piece* to, const Stored* x, const Item* it
             for (int u = 0; u < UNIT; ++u) {
 #pragma unroll
                 for (int i = 0; i < WIDTH; ++i) {
-                    Channels c;
                     Piece parts[PARTS];
+                    if constexpr (PAIRS && !SLIDES) {
+                        parts[0] = take_halves(words[j] + u * PIECE, i);
+                    } else {  // also halves, where registers are too short to select them at once
+                        Channels c;
 #pragma unroll
-                    for (int k = 0; k < PIECE; ++k) from_bits(words[j][u * PIECE + k] >> 16 * i, c.value[k]);
-                    pack(c, parts);
+                        for (int k = 0; k < PIECE; ++k) from_bits(words[j][u * PIECE + k] >> 16 * i, c.value[k]);
+                        pack(c, parts);
+                    }
                     if (PAIRS && !(place >> i & 1)) continue;
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part) target[(part * 2 * K_STEPS + u) * plane + i] = parts[part];
@@ -286,6 +290,19 @@ __device__ __forceinline__ void copy_x(Piece* to, const Stored* x, const Item* i
         const Index offset = items[position].offset;
         const int left = offset == OUTSIDE ? 0 : max(0, min(channels - piece * PIECE, PIECE));
         copy_async_16(to + piece * plane + position, left ? x + offset + piece * PIECE : x, left * (int)sizeof(Stored));
+    }
+}
+
+__device__ __forceinline__ void convert_x(Piece* to, int count, int plane, int thread) {
+    if constexpr (sizeof(Stored) == 4) {
+#pragma unroll 2
+        for (int at = thread; at < count * (2 * K_STEPS); at += STAGERS) {
+            Piece* const target = to + at % (2 * K_STEPS) * plane + at / (2 * K_STEPS);
+            Piece parts[PARTS];
+            pack(*reinterpret_cast<const Channels*>(target), parts);
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) target[part * 2 * K_STEPS * plane] = parts[part];
+        }
     }
 }
 

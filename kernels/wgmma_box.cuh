@@ -139,6 +139,14 @@ __device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
     }
 }
 
+// A piece from as many words, of each the low or the high 16 bits.
+__device__ __forceinline__ Piece take_halves(const unsigned* words, int high) {
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) piece.value[i] = select_bytes(words[2 * i], words[2 * i + 1], high ? 0x7632 : 0x5410);
+    return piece;
+}
+
 template <int COLUMNS>
 __device__ __forceinline__ void multiply_add(float (&sum)[COLUMNS / 2], Operand a, Operand b,
                                              bool accumulate) {
@@ -228,19 +236,8 @@ __device__ __forceinline__ void init_barriers(const Ring& x_ring, const Ring& we
 
 // ---- asynchronous copies of channels-last x --------------------------------------------------------------------------
 
-// Rounds or splits what the thread itself has copied, once it is there.
-__device__ __forceinline__ void convert_x(Piece* to, int count, int plane, int thread) {
-    if constexpr (sizeof(Stored) == 4) {
-#pragma unroll 2
-        for (int at = thread; at < count * (2 * K_STEPS); at += STAGERS) {
-            Piece* const target = to + at % (2 * K_STEPS) * plane + at / (2 * K_STEPS);
-            Piece parts[PARTS];
-            pack(*reinterpret_cast<const Channels*>(target), parts);
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) target[part * 2 * K_STEPS * plane] = parts[part];
-        }
-    }
-}
+// Rounds or splits what the thread itself has copied, once it is there: the kernel's own, as it knows what that is.
+__device__ __forceinline__ void convert_x(Piece* to, int count, int plane, int thread);
 
 // Stages whose copies are under way, by number, a byte each, the oldest in the highest. There may be so many that of all stages
 // two are left, one that is used and one that waits.

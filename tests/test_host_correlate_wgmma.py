@@ -155,7 +155,13 @@ FAULTS = {
     ),
     "no wait for copies": ("    copy_async_wait<LATER>();\n", "", TOO_EARLY, COPIED),
     "the newest copies are handed over": ("8 * --under_way.count", "8 * (--under_way.count, 0)", TOO_EARLY, COPIED),
-    "copies of another class": ("number * across + piece", "piece", VALUES + "|reads past", COPIED),
+    "copies of another class": ("x += number * DILATION_W", "x += 0 * DILATION_W", VALUES + "|reads past", COPIED),
+    "copies behind the last position": (
+        "if (at >= count) break;",
+        "",
+        "with no barrier|past its end|" + VALUES,
+        COPIED,
+    ),
     "copies beyond the row": (
         "1u << (8 + st.h) | 1u << number;",
         "1u << (8 + st.h);",
