@@ -47,7 +47,9 @@ from cuconvt.plan_phase_wgmma import (
 # plan_phase_wgmma.
 REGISTERS = {
     (1, 1, 2): ((152, 104), (168, 88), (184, 72)),
+    (1, 3, 1): ((152, 120), (176, 112), (200, 104), (224, 96)),
     (2, 2, 1): ((152, 104), (168, 88), (184, 72)),
+    (2, 3, 1): ((120, 80), (144, 64)),
     (1, 2, 2): ((112, 64),),
     (1, 1, 3): ((96, 64),),
 }
@@ -67,6 +69,7 @@ OVERLAP = 0.35  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS, CHUNK_CLOCKS = 870, 570  # in which a block waits: for a box, and for a chunk of channels
 DEEP = 0.49  # of the waits for chunks are left where four of them are staged ahead
 BATCH_CLOCKS = 1180  # in which a thread loads a batch and stores it
+ALONE = {1: 1.15, 3: 1.3}  # by products: times as long as by two workers
 OTHERS = 0.65  # the other kernels' estimates are as much more optimistic, beyond what the forward's are
 # By rank, as in plan_phase_wgmma: extents of x, which networks mostly keep to powers of two.
 TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
@@ -369,6 +372,8 @@ class Work(phase_wgmma.Work):
         shared = products * (16 + columns / 4) + (staged * self.parts + weights) / SHARED_BYTES_A_CLOCK
         shared += loads * (1 + 2 * edges) + stores + turned
         tensor = products * columns / 2
+        if tile.workers * tile.min_blocks == 1:  # nobody multiplies while a worker adds up, waits or stores
+            tensor *= ALONE[s.products]
         l2 = (staged * apart * (1 + edges) + weights) / L2_BYTES_A_CLOCK
         read = positions * prod(self.live) * s.c_in * s.itemsize * (s.stride[2] / self.live[2] if by_elements else 1)
         read *= (1 + edges) / -(-s.c_out // (8 * tile.tiles_c))
