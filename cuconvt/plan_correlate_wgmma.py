@@ -403,7 +403,7 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
         cost = work.typical_cost(tile, device, bound, best[1] if best else inf)
         if cost is not None and (best is None or cost < best[1]):
             best = tile, cost
-    return best
+    return best and (phase_wgmma.with_longer_ring(work, *best, device), best[1])
 
 
 def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, gcd, inf, log, prod
+from typing import TypeVar
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -79,6 +80,10 @@ TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
     2: ((64, 16, 16), (64, 65, 65), (64, 128, 128)),
     3: ((33, 33, 33), (48, 48, 48), (66, 66, 66), (18, 36, 70)),
 }
+LONGER_RING = 6  # slots of weights, where there is room: so many hide how long they take from L2
+SHARED_BYTES_BESIDE_L1 = (
+    195 * 1024
+)  # that leave the L1 cache 60 KB: with half of these, loads of rows take a sixth longer
 POSITIONS = 2000  # that a problem may have for each multiprocessor
 WIDE = 128  # channels: networks have so many where extents are small, too
 MAX_CHAINS = 256  # of 3xTF32 that an output adds up: with more, their roundings count, and chains are longer instead
@@ -119,6 +124,9 @@ class Tile:
     @property
     def threads(self) -> int:
         return 128 * (self.workers + self.stagers)
+
+
+AnyTile = TypeVar("AnyTile", bound=Tile)
 
 
 @dataclass(frozen=True)
@@ -753,7 +761,17 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
         cost = work.typical_cost(tile, device, bound, best[1] if best else inf)
         if cost is not None and (best is None or cost < best[1]):
             best = tile, cost
-    return best
+    return best and (with_longer_ring(work, *best, device), best[1])
+
+
+def with_longer_ring(work: Work, tile: AnyTile, cost: float, device: Device) -> AnyTile:
+    """Return the tile with more slots for weights, where they take nothing from its boxes, nor from rows of x in L1."""
+    if tile.resident:
+        return tile
+    longer = dataclasses.replace(tile, ring=LONGER_RING)
+    if not work.shape.x_channels_last:
+        device = dataclasses.replace(device, shared_bytes=min(device.shared_bytes, SHARED_BYTES_BESIDE_L1))
+    return longer if work.typical_cost(longer, device) == cost else tile
 
 
 def tiles(work: Work) -> Iterator[Tile]:

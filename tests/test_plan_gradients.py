@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from strategies import DTYPES, Problem, case, problems
 from test_plan import struct_fields
 
+from cuconvt import plan_correlate_wgmma as correlate_wgmma
 from cuconvt import plan_weight_gradient_wgmma as weight_wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import MAX_GRID, Device, Layout, Plan, Refusal
@@ -21,6 +22,7 @@ from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
 from cuconvt.plan_correlate_gemm import plan_correlate_gemm
 from cuconvt.plan_correlate_narrow import plan_correlate_narrow
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
+from cuconvt.plan_phase_wgmma import LONGER_RING, SHARED_BYTES_BESIDE_L1
 from cuconvt.plan_weight_gradient import (
     MAX_WORKSPACE_BYTES,
     make_weight_gradient_plan,
@@ -298,6 +300,33 @@ def test_no_tile_of_weights_takes_less_than_its_bound(problem: Problem) -> None:
         best = min(cost for _, cost, _ in costs)
         chosen = weight_wgmma.choose_tile(work.shape, DEVICES[90])
         assert best == next(cost for _, cost, tile in costs if tile == chosen), dtype
+
+
+def test_more_slots_of_weights_only_where_there_is_room() -> None:
+    """Neither boxes nor what L1 keeps of rows may become less for them; of both outcomes there are some."""
+    rings = set()
+    for problem in (
+        case((1, 256, 99), 64, 16, 8, 4),
+        case((1, 64, 9, 9, 9), 32, 3, 2, 1),
+        case((1, 48, 9, 9, 9), 48, 3),
+    ):
+        for last, precision in itertools.product((False, True), ("tf32", "tf32x3")):
+            geometry = geometry_of(problem)
+            layout = layout_of(geometry, last)
+            work = correlate_wgmma.Work(*correlate_wgmma.as_read(geometry, layout), "float32", precision)
+            choice = correlate_wgmma.choose_tile(work.shape, DEVICES[90])
+            assert choice is not None
+            tile, cost = choice
+            if tile.resident:
+                continue
+            rings.add((last, tile.ring))
+            least = dataclasses.replace(tile, ring=3)
+            assert work.typical_cost(least, DEVICES[90]) == cost
+            plan = plan_correlate_wgmma(geometry, "float32", layout, precision, DEVICES[90])
+            assert isinstance(plan, Plan)
+            if not last and tile.ring > 3:
+                assert plan.shared_bytes <= SHARED_BYTES_BESIDE_L1
+    assert rings == {(last, ring) for last in (False, True) for ring in (3, LONGER_RING)}
 
 
 @pytest.mark.parametrize(("parts", "blocks"), [(2, 8), (8, 8), (9, 16), (33, 63), (500, 63)])
