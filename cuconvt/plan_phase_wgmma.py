@@ -81,9 +81,8 @@ TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
     3: ((33, 33, 33), (48, 48, 48), (66, 66, 66), (18, 36, 70)),
 }
 LONGER_RING = 6  # slots of weights, where there is room: so many hide how long they take from L2
-SHARED_BYTES_BESIDE_L1 = (
-    195 * 1024
-)  # that leave the L1 cache 60 KB: with half of these, loads of rows take a sixth longer
+# Shared memory that leaves the L1 cache 60 KB: with half of these, loads of rows took a sixth longer.
+SHARED_BYTES_BESIDE_L1 = 195 * 1024
 POSITIONS = 2000  # that a problem may have for each multiprocessor
 WIDE = 128  # channels: networks have so many where extents are small, too
 MAX_CHAINS = 256  # of 3xTF32 that an output adds up: with more, their roundings count, and chains are longer instead
