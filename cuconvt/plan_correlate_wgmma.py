@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, gcd, inf, prod
+from math import ceil, gcd, prod
 
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.geometry import Geometry
@@ -396,14 +396,7 @@ class Work(phase_wgmma.Work):
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all channels of a group)."""
     work = Work.of(shape)
-    best: tuple[Tile, float] | None = None
-    for bound, tile in sorted(((work.least_cost(tile), tile) for tile in tiles(work)), key=lambda pair: pair[0]):
-        if best is not None and bound >= best[1]:
-            break
-        cost = work.typical_cost(tile, device, bound, best[1] if best else inf)
-        if cost is not None and (best is None or cost < best[1]):
-            best = tile, cost
-    return best and (phase_wgmma.with_longer_ring(work, *best, device), best[1])
+    return phase_wgmma.best_tile(work, tiles(work), device)
 
 
 def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:

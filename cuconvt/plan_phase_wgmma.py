@@ -137,7 +137,7 @@ class Box:
 
     extent: tuple[int, int, int]
     patches: tuple[int, int]  # of 8 x 8 positions along H and W; zeros where 64 positions follow each other
-    plane: int  # positions that are staged, or read without being of use
+    plane: int  # positions that are staged, or read without being of use (in units of `Work.unit`)
     items: int  # what stagers count: positions, or pairs of them in a row
 
 
@@ -386,6 +386,7 @@ class Work:
         self.reach_of_one = ((taps[0] - 1) * hops[0], (taps[1] - 1) * hops[1], of_all[2])
         self.live = [min(k, step) for k, step in zip(s.kernel, self.steps, strict=True)]  # phases that have a tap
         self.parts = 2 if s.products == 3 else 1
+        self.unit = 1  # that a box's plane counts for a position
 
     def without_pairs(self) -> Work:
         """Return the same with x read one position at a time: pairs depend on extents, which a choice must not."""
@@ -396,6 +397,10 @@ class Work:
         reach = self.reach_of_all if tile.all_phases else self.reach_of_one
         along_w = reach[2] - self.shape.late[2] if tile.join_w else reach[2]  # no phase is late
         return (0 if tile.slides else reach[0], reach[1], along_w)
+
+    def width(self, tile: Tile, positions: int) -> int:
+        """Return the positions of a row of the staged box, for so many along W."""
+        return positions + self.reach(tile)[2]
 
     def stores_runs(self, tile: Tile) -> bool:
         """Whether a thread stores the outputs along W of its positions as they are: it holds their whole sums."""
@@ -542,7 +547,7 @@ class Work:
         extra = reach_w if tile.merge_w else 0
         depths = [1] if tile.slides else _few(extents[0])
         for w in _widths(extents[2], rows - extra):
-            pitch = w + reach_w
+            pitch = self.width(tile, w)
             for d in depths:
                 most = ((rows - w - extra) // pitch + 1 - (d - 1) * reach_h) // d
                 if most < 1:
@@ -558,7 +563,7 @@ class Work:
             for down in range(1, min(count // across, -(-extents[1] // 8)) + 1):
                 d = 1 if tile.slides else _even(extents[0], count // (across * down))
                 h, w = 8 * down, 8 * across
-                pitch = w + reach_w
+                pitch = self.width(tile, w)
                 last = ((d - 1) * (h + reach_h) + h - 1) * pitch + w - 1
                 yield self._box(tile, (extents[0] if tile.slides else d, h, w), (down, across), last)
 
@@ -566,7 +571,7 @@ class Work:
         """Add the number of positions: all of the box with its halo, and up to what the last row's last tap reads."""
         reach = self.reach(tile)
         d = 1 if tile.slides else extent[0] + reach[0]
-        h, w = extent[1] + reach[1], extent[2] + reach[2]
+        h, w = extent[1] + reach[1], self.width(tile, extent[2])
         reads = last_row + (reach[0] * h + reach[1]) * w + reach[2] + 1
         # Neighbouring pieces of a position lie in different banks.
         units = 2 * tile.k_steps
@@ -672,7 +677,7 @@ class Work:
         wider = [reach for reach in self.reach(tile) if reach]
         k = max(1, len(wider))
         plane = int((tile.rows ** (1 / k) + prod(wider) ** (1 / k)) ** k) if wider else tile.rows
-        box = Box((depth, 1, tile.rows), (0, 0), plane, plane)
+        box = Box((depth, 1, tile.rows), (0, 0), plane * self.unit, plane)
         return COMPARED * self.cost(tile, box) / (depth * tile.rows)
 
     def clocks(self, tile: Tile, box: Box) -> float:
@@ -753,8 +758,13 @@ def _count(extents: Ints, box: Ints) -> int:
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all phases, all channels of a group)."""
     work = Work.of(shape)
-    best: tuple[Tile, float] | None = None
-    for bound, tile in sorted(((work.least_cost(tile), tile) for tile in tiles(work)), key=lambda pair: pair[0]):
+    return best_tile(work, tiles(work), device)
+
+
+def best_tile(work: Work, candidates: Iterable[AnyTile], device: Device) -> tuple[AnyTile, float] | None:
+    """Return the tile with the least cost for typical extents, with that, or None if no box of any fits."""
+    best: tuple[AnyTile, float] | None = None
+    for bound, tile in sorted(((work.least_cost(tile), tile) for tile in candidates), key=lambda pair: pair[0]):
         if best is not None and bound >= best[1]:
             break
         cost = work.typical_cost(tile, device, bound, best[1] if best else inf)

@@ -28,28 +28,18 @@
 #ifndef K_STEPS  // pairs of pieces that are staged at a time, of all these classes
 #define K_STEPS 2
 #endif
-#include "wgmma_box.cuh"
+#include "correlate_box.cuh"
 
-// Classes that have a tap.
-constexpr int LIVE_D = KERNEL_D < AxisD::STEP ? KERNEL_D : AxisD::STEP;
-constexpr int LIVE_H = KERNEL_H < AxisH::STEP ? KERNEL_H : AxisH::STEP;
 constexpr int LIVE_W = KERNEL_W < AxisW::STEP ? KERNEL_W : AxisW::STEP;
 constexpr int SETS_W = LIVE_W / CLASSES;  // sets of classes along W, which are staged one after the other
 static_assert(LIVE_W % CLASSES == 0 && CLASSES % SLOT_CLASSES == 0 && K_STEPS % CLASSES == 0, "equal parts");
-static_assert(LIVE_D <= 4 && LIVE_H <= 4 && LIVE_W <= 8, "an item has a bit for each class");
-
-// Taps of a class, by its number.
-template <class A, int KERNEL> __host__ __device__ constexpr int taps_of(int number) {
-    return (KERNEL - number + A::STEP - 1) / A::STEP;
-}
+static_assert(LIVE_W <= 8, "an item has a bit for each class");
 static_assert(SETS_W == 1 || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNEL_W>(LIVE_W - 1), "all sets alike");
 
 constexpr int CLASS_STEPS = K_STEPS / CLASSES;  // k steps of a class
 constexpr int PIECES = 2 * CLASS_STEPS;  // of channels
 constexpr int CHUNK = PIECES * PIECE;
 
-constexpr int REACH_D = (AxisD::MAX_TAPS - 1) * AxisD::HOP;
-constexpr int REACH_H = (AxisH::MAX_TAPS - 1) * AxisH::HOP;
 constexpr int REACH_W = (AxisW::MAX_TAPS - 1) * AxisW::HOP;
 
 constexpr int COLUMNS = MERGE_W ? AxisW::MAX_TAPS * TILE_C : TILE_C;  // of a wgmma
@@ -94,25 +84,7 @@ constexpr int SUM_ROWS = SUMS == 1 ? ROWS : at_residue(ROWS, 16, 32);
 constexpr int NEXT_TAP = SUM_ROWS + AxisW::HOP;
 constexpr int SET_OUTPUTS = 1;
 
-#include "wgmma_store.cuh"
-
-struct Block {
-    Index d, h, w;  // first position on each axis
-    int tile_c;
-    long long n, group;
-};
-
-__device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
-    // What reads the same x runs fastest, then what reads its neighbours.
-    Block b;
-    b.tile_c = (int)take(index, p, 3);
-    b.group = take(index, p, 4);
-    b.w = (Index)take(index, p, 2) * (Index)p.box[2];
-    b.h = (Index)take(index, p, 1) * (Index)p.box[1];
-    b.d = (Index)take(index, p, 0) * (Index)p.box[0];
-    b.n = index;
-    return b;
-}
+#include "correlate_store.cuh"
 
 __device__ __forceinline__ Staged staged_box(const Problem& p) {
     return {(int)p.box[0] + REACH_D, (int)p.box[1] + REACH_H, (int)p.box[2] + REACH_W, (int)p.plane};
@@ -148,18 +120,7 @@ __device__ __forceinline__ void find_items(Item* items, const Problem& p, const 
         const Index at_d = (b.d + d) * STRIDE_D - (Index)p.pad[0], at_h = (b.h + h) * STRIDE_H - (Index)p.pad[1];
         const Index at_w = (b.w + w) * STRIDE_W - (Index)p.pad[2] + skipped;
         unsigned bits = 0;
-        if (!in_runs(p) || within(at_w, p.x_extent[2])) {
-#pragma unroll
-            for (int c = 0; c < LIVE_D; ++c)
-                bits |= (unsigned)(d < (int)p.box[0] + (taps_of<AxisD, KERNEL_D>(c) - 1) * AxisD::HOP &&
-                                   within(at_d + c * DILATION_D, p.x_extent[0]))
-                        << (12 + c);
-        }
-#pragma unroll
-        for (int c = 0; c < LIVE_H; ++c)
-            bits |= (unsigned)(h < (int)p.box[1] + (taps_of<AxisH, KERNEL_H>(c) - 1) * AxisH::HOP &&
-                               within(at_h + c * DILATION_H, p.x_extent[1]))
-                    << (8 + c);
+        if (!in_runs(p) || within(at_w, p.x_extent[2])) bits = classes_of_row(p, d, h, at_d, at_h);
 #pragma unroll
         for (int c = 0; c < LIVE_W; ++c) {
             const int column = w + (skipped + c >= CLASSES);
@@ -441,80 +402,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a,
 constexpr bool LAGS = true;
 #endif
 
-// ---- the result ------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int index) {
-    const int row = (int)quotient(index, p.box_magic[2]), d = (int)quotient(row, p.box_magic[3]);
-    const int w = index - row * (int)p.box[2], h = row - d * (int)p.box[1];
-    const bool there = d < (int)p.box[0];  // threads have more targets than the box
-    Target t;
-    t.offset = 0;
-    if (there) t.offset = d * (Index)p.out_stride[2] + h * (Index)p.out_stride[3] + w * (Index)p.out_stride[4];
-    t.d = (short)d, t.h = (short)h, t.w = there ? w : -1;
-    t.from = there ? row_of(p, s, d, h, w) : ZERO;
-    t.taps = there ? SUMS : 1;
-    return t;
-}
-
-__device__ __forceinline__ void store_channels(const Accumulators& acc, const float* bias, const int (&start)[TILES_M],
-                                               int tiles, const Problem& p, const Staged& s, const Block& b, Stored* out) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int left = min(TILE_C, (int)p.c_out - b.tile_c * TILE_C);
-    const int pitch = p.patches[1] ? s.w : 8;
-#pragma unroll
-    for (int tile = 0; tile < TILES_M; ++tile) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            issue_in_order();
-            const int place = recomputed(start[tile]) + (warp % 4 * 2 + half) * pitch + lane / 4;
-            const int row = (int)quotient(place, p.box_magic[2]), d = (int)quotient(row, p.box_magic[1]);
-            const int w = place - row * s.w, h = row - d * s.h;
-            const bool inside = warp / 4 % TEAM * TILES_M + tile < tiles && w < (int)p.box[2] && h < (int)p.box[1] &&
-                                d < (int)p.box[0] && within(b.d + d, p.out_extent[0]) && within(b.h + h, p.out_extent[1]) &&
-                                within(b.w + w, p.out_extent[2]);
-            TwoChannels sums;
-#pragma unroll
-            for (int c = 0; c < TILES_C; ++c) {
-                const Pack<float, 2> offset = *reinterpret_cast<const Pack<float, 2>*>(bias + c * 8 + lane % 4 * 2);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) sums.value[c][i] = offset.value[i] + acc.value[0][tile][c * 4 + half * 2 + i];
-            }
-            store_two(out + (d * (Index)p.out_stride[2] + h * (Index)p.out_stride[3] + w * (Index)p.out_stride[4]), sums,
-                      inside ? left : 0, p);
-        }
-    }
-}
-
-__device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, const Target* targets,
-                                      const int (&start)[TILES_M], int tiles, const Problem& p, const Staged& s,
-                                      const Block& b, const Stored* bias, Stored* out) {
-    bring_bias(turned, bias, p, b.tile_c, b.group);
-    out += b.n * p.out_stride[0] + (b.group * p.c_out + b.tile_c * TILE_C) * p.out_stride[1];
-    out += b.d * p.out_stride[2] + b.h * p.out_stride[3] + b.w * p.out_stride[4];
-#if OUT_CHANNELS_LAST
-    warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);
-    store_channels(acc, turned.bias, start, tiles, p, s, b, out);
-#else
-    store_turned(acc, turned, targets, b.d, b.h, b.w, (int)p.c_out - b.tile_c * TILE_C, p, out, true);
-#endif
-}
-
 // ---- the kernel ------------------------------------------------------------------------------------------------------
-
-// Calls `visit(class along D, class along H, set of classes along W, chunk)` in the order of the stages.
-template <class Visit> __device__ __forceinline__ void each_stage(int chunks, const Visit& visit) {
-#pragma unroll 1
-    for (int d = 0; d < LIVE_D; ++d) {
-#pragma unroll 1
-        for (int h = 0; h < LIVE_H; ++h) {
-#pragma unroll 1
-            for (int set = 0; set < SETS_W; ++set) {
-#pragma unroll 1
-                for (int chunk = 0; chunk < chunks; ++chunk) visit(d, h, set, chunk);
-            }
-        }
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     correlate_wgmma(const Stored* x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
@@ -555,14 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (thread < 0) {
                 const int slots_of_box = KERNEL_D * KERNEL_H * SETS_W * SLOTS_A_ROW * chunks;
                 const Piece* from = packed + (b.group * p.tiles[3] + b.tile_c) * slots_of_box * (long long)SLOT;
-                for (int i = 0; i < slots_of_box; ++i) {
-                    weight_ring.wait_until_free();
-                    barrier_arrive_expecting(weight_ring.full + weight_ring.place, SLOT * sizeof(Piece));
-                    copy_bulk(slots + weight_ring.place * SLOT, from, SLOT * sizeof(Piece),
-                              weight_ring.full + weight_ring.place);
-                    weight_ring.next<RING>();
-                    from += SLOT;
-                }
+                bring_weights<SLOT * sizeof(Piece)>(weight_ring, slots, from, slots_of_box);
                 if (RESIDENT) return;
                 continue;
             }
@@ -571,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             warps_sync(1, STAGERS);
             const Stored* const from = x + b.n * p.x_stride[0] + b.group * p.c_in * p.x_stride[1];
             Ring ring = x_ring.of_team(team);
-            each_stage(chunks, [&](int d, int h, int set, int chunk) {
+            each_stage<SETS_W>(chunks, [&](int d, int h, int set, int chunk) {
                 ring.wait_until_free();
                 const int stage = team * X_STAGES + ring.place;
                 stage_x(stages + stage * PLANES * s.plane, from + chunk * CHUNK * p.x_stride[1], items, p, s,
@@ -621,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (lane == 0 && used_stage >= 0) barrier_arrive(x_ring.free + used_stage);
             used_slot = used_stage = -1;
         };
-        each_stage(chunks, [&](int d, int h, int, int) {
+        each_stage<SETS_W>(chunks, [&](int d, int h, int, int) {
             x_ring.wait_until_full();
             const Operand box = staged + x_ring.place * PLANES * s.plane;
 #pragma unroll
@@ -703,15 +584,10 @@ extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* pac
     }
     Piece parts[PARTS];
     pack(c, parts);
-    // Rows of taps of the classes before, then of this one.
-    const int d = tap_d % AxisD::STEP, h = tap_h % AxisH::STEP;
-    const int of_d = taps_of<AxisD, KERNEL_D>(d), of_h = taps_of<AxisH, KERNEL_H>(h);
-    int before = 0;
-    for (int i = 0; i < d; ++i) before += taps_of<AxisD, KERNEL_D>(i) * KERNEL_H;
-    for (int i = 0; i < h; ++i) before += of_d * taps_of<AxisH, KERNEL_H>(i);
-    const long long rows = ((group * p.tiles[3] + tile_c) * (KERNEL_D * KERNEL_H) + before) * SETS_W * chunks * SLOTS_A_ROW;
-    const long long row = rows + ((set * chunks + chunk) * SLOTS_A_ROW + slot) * of_d * of_h +
-                          tap_d / AxisD::STEP * of_h + tap_h / AxisH::STEP;
+    const PlaceOfTaps place(tap_d, tap_h, SETS_W * chunks * SLOTS_A_ROW);
+    const long long slots_of_box = (KERNEL_D * KERNEL_H) * (long long)(SETS_W * chunks * SLOTS_A_ROW);
+    const long long row = (group * p.tiles[3] + tile_c) * slots_of_box + place.first +
+                          ((set * chunks + chunk) * SLOTS_A_ROW + slot) * place.next;
     const int at = in_slot * CLASS_STEPS + piece / 2;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {

@@ -82,6 +82,28 @@ __device__ __forceinline__ void store_rows(Stored* out, const float* turned, con
     }
 }
 
+// The same of two positions that follow each other, by one store.
+template <bool WHOLE, int COUNT>
+__device__ __forceinline__ void store_pairs(Stored* out, const float* turned, const float* bias, const Target* targets,
+                                            const Index (&offset)[COUNT], int left, const Problem& p) {
+    static_assert(COUNT > 0 && MOST_TAPS == 1, "sums of several taps are those of single positions");
+    const Index step = (Index)p.out_stride[1];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        if (offset[i] == OUTSIDE) continue;
+        const float* const from = turned + targets[threadIdx.x % TEAM_THREADS + i * TEAM_THREADS].from;
+        Stored* to = out + offset[i];
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            Pack<float, 2> two = *reinterpret_cast<const Pack<float, 2>*>(from + c * CHANNEL);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) two.value[j] += bias[c];
+            if (WHOLE || c < left) store_vector(two, to);
+            to += step;
+        }
+    }
+}
+
 // Channels-last results go straight from the registers: the four threads that share a row hold eight channels that follow each
 // other, two each. They exchange some of several tiles of channels, so that each stores eight or sixteen bytes at once.
 
@@ -156,13 +178,15 @@ __device__ __forceinline__ void bring_bias(Turned& turned, const Stored* bias, c
 
 #if OUT_TURNED
 // Stores the box whose first output is at d, h, w; `out` is its address in the first channel of the tile, of whose `channels`
-// exist.
+// exist. A target is one position or, of an even one and the next, a PAIR.
+template <bool PAIR = false>
 __device__ __forceinline__ void store_turned(const Accumulators& acc, Turned& turned, const Target* targets, Index d, Index h,
                                              Index w, int channels, const Problem& p, Stored* out, bool alive) {
     const int thread = threadIdx.x % TEAM_THREADS, barrier = 2 + threadIdx.x / TEAM_THREADS;
-    Index offset[TARGETS];
+    constexpr int COUNT = PAIR ? ceil_div(TARGETS, 2) : TARGETS;
+    Index offset[COUNT];
 #pragma unroll
-    for (int i = 0; i < TARGETS; ++i) {
+    for (int i = 0; i < COUNT; ++i) {
         const Target t = targets[thread + i * TEAM_THREADS];
         const bool inside = t.w >= 0 && within(d + t.d, p.out_extent[0]) && within(h + t.h, p.out_extent[1]) &&
                             within(w + t.w, p.out_extent[2]);
@@ -176,7 +200,10 @@ __device__ __forceinline__ void store_turned(const Accumulators& acc, Turned& tu
         warps_sync(barrier, TEAM_THREADS);
         const int left = channels - eight * 8;
         Stored* const to = out + eight * 8 * p.out_stride[1];
-        if (left >= 8) {
+        if constexpr (PAIR) {
+            if (left >= 8) store_pairs<true>(to, slice, turned.bias + eight * 8, targets, offset, 8, p);
+            else store_pairs<false>(to, slice, turned.bias + eight * 8, targets, offset, left, p);
+        } else if (left >= 8) {
             store_rows<true>(to, slice, turned.bias + eight * 8, targets, offset, 8, p, alive);
         } else {
             store_rows<false>(to, slice, turned.bias + eight * 8, targets, offset, left, p, alive);

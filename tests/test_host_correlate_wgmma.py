@@ -142,8 +142,8 @@ FAULTS = {
     ),
     "a tap of another class": ("+ of.number) * PIECES", "+ 0) * PIECES", VALUES, MERGED),
     "weights of the classes in another order": (
-        "+ before) * SETS_W",
-        "+ 0) * SETS_W",
+        "first = before * slots",
+        "first = 0 * slots",
         VALUES + "|wrote|which thread",
         PASSING,
     ),
