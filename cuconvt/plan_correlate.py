@@ -79,10 +79,12 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
     from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
     from cuconvt.plan_correlate_gemm import plan_correlate_gemm
     from cuconvt.plan_correlate_narrow import plan_correlate_narrow
+    from cuconvt.plan_correlate_rows import plan_correlate_rows
     from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 
     families = (
         plan_correlate_wgmma,
+        plan_correlate_rows,
         plan_correlate_gemm,
         plan_correlate_narrow,
         plan_correlate_few_channels,

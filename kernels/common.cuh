@@ -156,7 +156,7 @@ struct Problem {
     long long bias_stride;
     long long out_stride[5];  // N, C_out, D, H, W
     long long tiles[4];    // along D, H, W (in positions q of a phase) and along the channels of a group
-    long long x_vector;    // whether x may be read 16 bytes at a time (8 bytes for rows of 16-bit elements)
+    long long x_vector;    // whether x may be read 16 bytes at a time (8 bytes for rows of 16-bit elements), or how many bytes
     long long out_vector;  // whether the result may be written some channels (channels-last) or one word at a time, or in what way
     long long magic[5];    // for dividing by the four tiles and by the groups, see `take`
     // Where a block's box of positions is a run-time matter:

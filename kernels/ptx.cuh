@@ -152,10 +152,16 @@ __device__ __forceinline__ void store_words(void* to, const unsigned (&word)[4])
 }
 
 // ---- asynchronous copies to shared memory (sm_80 and newer) ----------------------------------------------------------
-// The first `bytes` bytes are copied and the rest of the 4 or 16 is filled with zeros; with bytes = 0 nothing is read.
+// The first `bytes` bytes are copied and the rest of the 4, 8 or 16 is filled with zeros; with bytes = 0 nothing is read.
 
 __device__ __forceinline__ void copy_async_4(void* shared, const void* global, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copy_async_8(void* shared, const void* global, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
                  :: "r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes)
                  : "memory");
 }

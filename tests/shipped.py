@@ -21,6 +21,7 @@ CHANNELS = {
     "correlate_few_channels": ((1, 1), (1, 3), (2, 9), (9, 1)),
     "correlate_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
     "correlate_narrow": ((8, 8), (12, 4), (16, 16), (5, 3), (8, 16)),
+    "correlate_rows": ((8, 8), (32, 16), (48, 24), (64, 64), (256, 128)),
     "correlate_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64), (256, 128)),
     "few_channels": tuple(itertools.product((1, 3, 9), (1, 2, 3, 4, 9))),
     "gather": tuple(itertools.product((1, 2, 3, 8, 9), (1, 2, 3, 5, 8, 9, 16, 24, 33, 48))),
@@ -70,6 +71,7 @@ OF_THE_PROBLEM = (
 # Macros that hardly change what registers hold: constants of addresses, trip counts of loops at run time, one 16-bit
 # type for the other (PRECISION tells them from float32). Of plans that differ in these alone, one is compiled.
 ALIKE = {
+    "correlate_rows": ("RING", "X_STAGES", "DTYPE"),
     "correlate_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
     "narrow_groups": ("DILATION_", "SHIFT_", "DTYPE"),
     "phase_gemm": ("KERNEL_D", "STRIDE_D", "DILATION_D", "WARPS_", "EARLY", "SHARED_BYTES", "DTYPE"),

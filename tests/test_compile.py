@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from bare import run_python
-from described import gather_of, plan_of
+from described import HOPPER, gather_of, plan_of
 from fixed_cases import FIXED
 from ptxas import log_of, parse
 from test_plan import FALLBACKS
@@ -28,7 +28,7 @@ nvrtc = pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not inst
 ROOT = Path(__file__).parent.parent
 KERNELS = sorted(file.name for file in compiler.kernel_folder().glob("*.cu"))
 ARCHS = ("sm_80", "sm_90", "sm_120")
-COMPILED = [(kernel, arch) for kernel in KERNELS for arch in (("sm_90a",) if "wgmma" in kernel else ARCHS)]
+COMPILED = [(kernel, arch) for kernel in KERNELS for arch in (("sm_90a",) if Path(kernel).stem in HOPPER else ARCHS)]
 QUICK = (("DTYPE", 2), ("CHANNELS", 1))  # a small specialisation, for tests of the cache
 
 

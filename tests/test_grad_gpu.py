@@ -195,6 +195,49 @@ def test_rows_of_few_channels(
         cuda_gradients._prepare_weight_gradient.cache_clear()
 
 
+# Strided correlations of rows that are aligned to 16, 8 and 4 bytes or to none, in several boxes along every axis.
+ROWS = {
+    "twice": case((2, 64, 9, 20, 64), 32, 2, stride=2, has_bias=True),
+    "twice_2": case((2, 40, 7, 20, 66), 24, 2, stride=2),
+    "twice_1": case((2, 40, 7, 20, 67), 24, 2, stride=2, x_layout="channels_last"),
+    "overlapping": case((2, 64, 11, 21, 40), 32, 3, stride=2, padding=1, output_padding=1),
+    "odd": case((2, 40, 9, 21, 39), 33, 3, stride=2, padding=1),
+    "flat": case((2, 35, 45, 72), 40, (3, 4), stride=(1, 2), padding=(1, 1), has_bias=True, groups=1),
+    "grouped": case((3, 64, 33, 48), 96, 5, stride=2, padding=2, output_padding=1, groups=2),
+    "by_four": case((3, 24, 33, 72), 48, 4, stride=4),
+    "apart": case((2, 32, 5, 17, 64), 64, 3, stride=2, padding=1, dilation=2),
+    "one_axis": case((3, 128, 2051), 48, 4, stride=2, padding=1),
+    "gaps": case((2, 24, 9, 21, 36), 16, (2, 3, 4), (1, 2, 2), x_layout="cropped", out_layout="misaligned", groups=2),
+}
+
+
+@pytest.fixture
+def by_rows(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plan correlations with correlate_rows, whatever the estimates say."""
+    from cuconvt import cuda_gradients
+    from cuconvt.plan_correlate_rows import plan_correlate_rows
+
+    monkeypatch.setattr(cuda_gradients, "make_correlate_plan", plan_correlate_rows)
+    cuda_gradients._prepare_correlate.cache_clear()
+    yield
+    cuda_gradients._prepare_correlate.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]
+)
+@pytest.mark.parametrize("name", ROWS)
+def test_strided_rows(cupy: Any, by_rows: None, name: str, dtype: str, precision: str | None) -> None:
+    for operation in ("input", "conv"):
+        check(operation, ROWS[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("name", ["overlapping", "apart", "flat"])
+def test_special_values_of_strided_rows(cupy: Any, by_rows: None, name: str, precision: str) -> None:
+    special_values_land_where_the_definition_puts_them(ROWS[name], precision)
+
+
 # Run by the kernels of transposed convolutions, but for the last, whose padding exceeds what the taps reach.
 STRIDE_1 = {
     "wide": case((2, 33, 9, 21, 37), 35, 3, padding=1, has_bias=True, weight_layout="negative"),
@@ -235,7 +278,10 @@ def test_a_long_sum_of_one_sign(cupy: Any) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("fixed", SPECIAL)
 def test_special_values_land_where_the_definition_puts_them(cupy: Any, fixed: str, precision: str | None) -> None:
-    problem = SPECIAL[fixed]
+    special_values_land_where_the_definition_puts_them(SPECIAL[fixed], precision)
+
+
+def special_values_land_where_the_definition_puts_them(problem: Problem, precision: str | None) -> None:
     _, weight, y = arrays_of(problem, "float32")
     y.flat[[0, y.size // 3, y.size // 2, -1]] = np.inf, np.nan, -np.inf, np.inf
     got = to_numpy(input_gradient(problem, to_gpu(weight), to_gpu(y), precision=precision))

@@ -303,6 +303,7 @@ def test_every_family_is_reached() -> None:
     assert {file.stem for file in kernel_folder().glob("*.cu")} == {
         *CASES,
         *host_gradients.RARE,
+        "correlate_rows",
         "correlate_wgmma",
         "weight_gradient_narrow",
         "weight_gradient_wgmma",

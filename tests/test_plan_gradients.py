@@ -21,6 +21,7 @@ from cuconvt.plan_correlate import make_correlate_plan, plan_correlate
 from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
 from cuconvt.plan_correlate_gemm import plan_correlate_gemm
 from cuconvt.plan_correlate_narrow import plan_correlate_narrow
+from cuconvt.plan_correlate_rows import plan_correlate_rows
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 from cuconvt.plan_phase_wgmma import LONGER_RING, SHARED_BYTES_BESIDE_L1
 from cuconvt.plan_weight_gradient import (
@@ -38,6 +39,7 @@ FAMILIES = (
     plan_correlate,
     plan_correlate_few_channels,
     plan_correlate_gemm,
+    plan_correlate_rows,
     plan_correlate_wgmma,
     plan_weight_gradient,
     plan_weight_gradient_few_channels,
@@ -94,6 +96,9 @@ def test_neither_batch_nor_extents_recompile(operation: str, name: str) -> None:
         ("correlate", FIXED["kb61"], "float64", None, "correlate"),
         ("correlate", FIXED["kb58"], "bfloat16", None, "correlate_wgmma"),
         ("correlate", FIXED["kb73"], "bfloat16", None, "correlate_narrow"),
+        ("correlate", case((2, 64, 64, 64, 64), 32, 2, 2), "bfloat16", None, "correlate_rows"),
+        ("correlate", case((2, 64, 64, 64, 64), 32, 2, 2), "float32", None, "correlate_rows"),
+        ("correlate", case((2, 64, 48, 48, 48), 32, 3, 2, 1), "bfloat16", None, "correlate_wgmma"),  # odd rows
         ("correlate", FIXED["depthwise"], "float16", None, "correlate_few_channels"),
         ("weight_gradient", FIXED["kb61"], "float32", None, "weight_gradient_gemm"),
         ("weight_gradient", FIXED["kb61"], "float32", "ieee", "weight_gradient"),
@@ -122,12 +127,39 @@ def test_refusals_say_why() -> None:
             "needs compute capability 8.0, the device has 7.5",
         ),
         (plan_correlate_few_channels, "float32", DEVICES[90], "serves at most 4 channels"),
+        (plan_correlate_rows, "float16", DEVICES[90], "reads 16-bit numbers in pairs, got stride 1 along W"),
+        (plan_correlate_rows, "float32", DEVICES[80], "compute capability 9.0"),
         (plan_correlate_narrow, "float64", DEVICES[90], "computes in float16, bfloat16 and TF32, not in float64"),
         (plan_correlate_narrow, "float16", DEVICES[90], "serves at most 16 channels of y a group, got 48"),
     ):
         refusal = family(geometry, dtype, layout_of(geometry), DEFAULT[dtype], device)
         assert isinstance(refusal, Refusal)
-        assert reason in refusal.reason
+        assert reason in refusal.reason, refusal
+    refusal = plan_correlate_rows(geometry, "float32", layout_of(geometry, last=True), "tf32", DEVICES[90])
+    assert "reads rows" in refusal.reason
+    geometry = geometry_of(case((1, 8, 99), 8, 16, 8))
+    refusal = plan_correlate_rows(geometry, "float32", layout_of(geometry), "tf32", DEVICES[90])
+    assert "at most 12 words of a position, got 16" in refusal.reason
+    geometry = geometry_of(case((1, 8, 99), 8, 3, 18))
+    refusal = plan_correlate_rows(geometry, "float16", layout_of(geometry), None, DEVICES[90])
+    assert "at most 8 words apart, got 9" in refusal.reason
+    geometry = geometry_of(case((1, 8, 99), 8, 2, 2, dilation=128))
+    refusal = plan_correlate_rows(geometry, "float16", layout_of(geometry), None, DEVICES[90])
+    assert "at most 64 words from the first to the last tap along W, got 65" in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "size"),
+    [(64, "float16", 16), (66, "float16", 8), (65, "float16", 4), (66, "float32", 16), (65, "float32", 8)],
+)
+def test_rows_are_copied_as_they_are_aligned(width: int, dtype: str, size: int) -> None:
+    geometry = geometry_of(case((2, 16, 4, 4, width), 16, 2, 2))
+    layout, precision = layout_of(geometry), "tf32" if dtype == "float32" else None
+    cramped = dataclasses.replace(layout, out_aligned=False)
+    for of_call, expected in ((layout, size), (cramped, 4 if dtype == "float32" else 0)):
+        plan = plan_correlate_rows(geometry, dtype, of_call, precision, DEVICES[90])
+        assert isinstance(plan, Plan)
+        assert plan.problem[AT.index("x_vector")] == expected
 
 
 @pytest.mark.parametrize(
@@ -228,6 +260,8 @@ def test_large_arrays_and_far_positions_take_64_bits(family: object) -> None:
 
     assert index64(case((1, 4, 64, 64, 64), 4, 2, 2)) == 0
     assert index64(case((1, 4, 820, 820, 820), 4, 2, 2)) == 1
+    if family is plan_correlate_rows:  # which refuses long strides
+        return
     # A stride along W that takes positions beyond the array far past 2**31, while every offset in it is small.
     assert index64(case((1, 4, 3, 3), 4, (2, 1), (1, 2**30), padding=(0, 2**30 - 1))) == 1
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from described import DEFAULT, DEVICES, gather_of, geometry_of, layout_of
+from described import DEFAULT, DEVICES, HOPPER, gather_of, geometry_of, layout_of
 from fixed_cases import FIXED
 from picked import picked
 from ptxas import Usage, measure_all, parse
@@ -29,7 +29,7 @@ from cuconvt.plan_weight_gradient import make_weight_gradient_plan
 nvrtc = pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed").cuda.nvrtc
 
 FAMILIES = sorted(file.stem for file in compiler.kernel_folder().glob("*.cu"))
-PLANNED = [(family, arch) for family in FAMILIES for arch in DEVICES if "wgmma" not in family or arch == 90]
+PLANNED = [(family, arch) for family in FAMILIES for arch in DEVICES if family not in HOPPER or arch == 90]
 ASKED_FOR = os.environ.get("RESOURCES", "some")
 # Plans of a kernel that are compiled by default, others for each architecture.
 SOME, OTHERWISE = {"gather": 18, "few_channels": 14}, 8

@@ -11,9 +11,11 @@ import re
 import pytest
 from described import DEVICES, geometry_of, layout_of
 from fixed_cases import FIXED
+from strategies import case
 from test_host_faults import plant
 
 from cuconvt import compile as compiler
+from cuconvt import plan_correlate_rows as rows
 from cuconvt.compile import compile_kernel
 from cuconvt.plan import Plan
 from cuconvt.plan_weight_gradient_wgmma import Tile, plan_weight_gradient_wgmma
@@ -21,6 +23,7 @@ from cuconvt.plan_weight_gradient_wgmma import Tile, plan_weight_gradient_wgmma
 pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed")
 
 OPERAND_A = re.compile(r"wgmma\.mma_async\S* \{[^}]*\}, \{([^}]*)\}")
+WAIT = re.compile(r"wgmma\.wait_group\S* (\d+);")
 BRANCH = re.compile(r"(@!?%p\d+ )?bra(?:\.uni)? *\t?(\$\w+);")
 RESULT = re.compile(r"(?:@!?%p\d+ )?[a-z]\S*\s+(\{[^}]*\}|%r\d+)")
 # Neighbouring positions read neighbouring elements of y, so that some words are A as they were loaded; in the third
@@ -39,6 +42,17 @@ TILES_TF32 = {
     "gan_3d": (Tile(2, 8, 4, 4, 4, 11, 1), Tile(1, 32, 1, 1, 2, 8, 3)),
     "vocoder_1d": (Tile(2, 32, 1, 1, 4, 11, 1, 4),),
 }
+# Two taps of stride 2 are A as they were loaded; others are selected from two words, or rounded.
+ROWS = {
+    "k2s2": case((1, 64, 9, 9, 9), 32, 2, 2),
+    "k3s2": case((1, 64, 9, 9, 9), 32, 3, 2, 1),
+    "k4s4": case((1, 24, 9, 9), 48, 4, 4),
+}
+TILES_OF_ROWS = [
+    (name, dtype, rows.Tile(workers, 1, tiles_m, 8, False, k_steps, 4, 3, False, False, False, 3 - workers))
+    for name in ROWS
+    for dtype, workers, tiles_m, k_steps in (("bfloat16", 1, 2, 2), ("bfloat16", 2, 1, 4), ("float32", 2, 2, 4))
+]
 ALL = [
     (name, dtype, tile)
     for dtype, tiles in (("bfloat16", TILES), ("float32", TILES_TF32))
@@ -54,29 +68,41 @@ def plan_of(name: str, dtype: str, tile: Tile) -> Plan:
     return plan
 
 
+def plan_of_rows(name: str, dtype: str, tile: rows.Tile) -> Plan:
+    geometry, precision = geometry_of(ROWS[name]), "tf32" if dtype == "float32" else None
+    plan = rows.plan_correlate_rows(geometry, dtype, layout_of(geometry), precision, DEVICES[90], tile)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
 def written_before_the_wait(plan: Plan) -> set[str]:
-    """Follow all ways from each wgmma of a kernel to its wait; return what is written there and was A."""
+    """Follow all ways from each wgmma of a kernel to its wait; return what is written there and was A.
+
+    A wait leaves so many groups under way, the newest ones: groups that were committed after the wgmma's are counted.
+    """
     code = compile_kernel(f"{plan.kernel}.cu", "compute_90a", plan.defines).code.decode()
     entry = code.split(f".entry {plan.kernel}(")[1].split(".entry")[0]
     lines = [line.strip() for line in entry.splitlines()]
     labels = {line[:-1]: index for index, line in enumerate(lines) if re.fullmatch(r"\$\w+:", line)}
     found: set[str] = set()
-    seen: set[tuple[int, frozenset[str]]] = set()
+    seen: set[tuple[int, frozenset[str], int]] = set()
     ways = [
-        (index + 1, frozenset(re.findall(r"%r\d+", match[1])))
+        (index + 1, frozenset(re.findall(r"%r\d+", match[1])), 0)
         for index, line in enumerate(lines)
         if (match := OPERAND_A.match(line))
     ]
     assert ways, "a kernel without A in registers"
     while ways:
-        index, in_use = ways.pop()
-        while index < len(lines) and (index, in_use) not in seen:
-            seen.add((index, in_use))
+        index, in_use, committed = ways.pop()
+        while index < len(lines) and (index, in_use, committed) not in seen:
+            seen.add((index, in_use, committed))
             line = lines[index]
-            if line.startswith("wgmma.wait_group") or line == "ret;":
+            committed += line.startswith("wgmma.commit_group")
+            wait = WAIT.match(line)
+            if (wait and committed > int(wait[1])) or line == "ret;":
                 break
             if branch := BRANCH.match(line):
-                ways.append((labels[branch[2]], in_use))
+                ways.append((labels[branch[2]], in_use, committed))
                 if branch[1] is None:
                     break
             elif not line.startswith(("st.", "wgmma.")) and (result := RESULT.match(line)):
@@ -88,6 +114,11 @@ def written_before_the_wait(plan: Plan) -> set[str]:
 @pytest.mark.parametrize(("name", "dtype", "tile"), ALL)
 def test_registers_of_a_are_left_alone(name: str, dtype: str, tile: Tile) -> None:
     assert not written_before_the_wait(plan_of(name, dtype, tile))
+
+
+@pytest.mark.parametrize(("name", "dtype", "tile"), TILES_OF_ROWS)
+def test_registers_of_rows_are_left_alone(name: str, dtype: str, tile: rows.Tile) -> None:
+    assert not written_before_the_wait(plan_of_rows(name, dtype, tile))
 
 
 @pytest.mark.parametrize(
@@ -103,3 +134,12 @@ def test_words_that_are_loaded_again_are_caught(
     sources = plant(dict(compiler._sources("weight_gradient_wgmma.cu")), before, after)
     monkeypatch.setattr(compiler, "_sources", lambda _: sources)
     assert written_before_the_wait(plan_of("kb61", dtype, TILES["kb61"][0]))
+
+
+def test_words_that_are_loaded_too_early_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two steps a slot, the second one's words are loaded while products of the slot before still read them."""
+    guard = "static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2,"
+    sources = plant(dict(compiler._sources("correlate_rows.cu")), guard, "static_assert(true,")
+    monkeypatch.setattr(compiler, "_sources", lambda _: sources)
+    tile = rows.Tile(1, 1, 1, 8, False, 2, 4, 3, False, False, False, 2)
+    assert written_before_the_wait(plan_of_rows("k2s2", "bfloat16", tile))

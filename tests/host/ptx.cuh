@@ -146,6 +146,7 @@ template <int N> void store_words(void* to, const unsigned (&word)[N]) {
 // ---- cp.async ------------------------------------------------------------------------------------------------------
 
 inline void copy_async_4(void* shared, const void* global, int bytes) { host::copy_async(shared, global, 4, bytes); }
+inline void copy_async_8(void* shared, const void* global, int bytes) { host::copy_async(shared, global, 8, bytes); }
 inline void copy_async_16(void* shared, const void* global, int bytes) { host::copy_async(shared, global, 16, bytes); }
 inline void copy_async_16_or_zeros(void* shared, const void* global, bool copies) {
     host::copy_async(shared, global, 16, copies ? 16 : 0);
