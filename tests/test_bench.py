@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from cuconvt.bench.cases import (
     parse_case,
     unique,
 )
-from cuconvt.bench.command import progress
+from cuconvt.bench.command import _hand_over, progress
 from cuconvt.bench.floats import rounded, widened
 from cuconvt.bench.plot import write_plots
 from cuconvt.bench.reference import (
@@ -665,6 +666,10 @@ def test_pytorch_computes_the_same(
         (["--cases", "kb99"], "a case must be one of kb58"),
         (["--precision", "float8"], "invalid choice: 'float8'"),
         (["--repeat", "0"], "must be a number of at least 1, got '0'"),
+        (["--json", ""], "argument --json: must name a file, got ''"),
+        (["--json", "new/"], "argument --json: must name a file, got 'new/'"),
+        (["--plot", "."], "argument --plot: must end in .png, got '.'"),
+        (["--plot", "run.svg"], "argument --plot: must end in .png, got 'run.svg'"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -673,9 +678,53 @@ def test_bad_options_are_refused(arguments: list[str], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
-def test_a_missing_folder_is_noticed_before_measuring(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"there is no folder .*nowhere to write run\.json to"):
-        main(["bench", "--json", str(tmp_path / "nowhere" / "run.json")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "nowhere/run.json"], r"nowhere/run\.json cannot be written: No such file"),
+        (["--json", "folder"], "folder cannot be written: Is a directory"),
+        (["--json", "file/run.json"], r"file/run\.json cannot be written: Not a directory"),
+        (["--plot", "nowhere/run.png"], r"nowhere/run-roofline\.png cannot be written: No such file"),
+        (["--json", "run.json", "--plot", "run.png"], r"run-bars\.png cannot be written: Is a directory"),
+    ],
+)
+def test_what_cannot_be_written_is_noticed_before_measuring(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "run-bars.png").mkdir()
+    (tmp_path / "file").write_text("as before")
+    with pytest.raises(SystemExit, match=f"^bench: {message}"):
+        main(["bench", *arguments])
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "run-bars.png", "file"}
+    assert (tmp_path / "file").read_text() == "as before"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes into any folder")
+def test_a_folder_without_permission_is_noticed_before_measuring(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(SystemExit, match=r"run\.json cannot be written: Permission denied"):
+            main(["bench", "--json", str(tmp_path / "run.json")])
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_an_older_record_stays_until_there_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    (tmp_path / "run.json").write_text("older")
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        main(["bench", "--json", str(tmp_path / "run.json")])
+    assert (tmp_path / "run.json").read_text() == "older"
+
+
+def test_the_table_is_printed_though_a_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(IsADirectoryError):
+        _hand_over(make_result(), tmp_path, None)
+    assert table(make_result()) in capsys.readouterr().out
 
 
 def test_refuses_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from cuconvt.bench.cases import CASES, DEFAULT_PRECISIONS, GRADIENTS, LAYOUTS, PRECISIONS, Case, parse_case, unique
-from cuconvt.bench.plot import require_matplotlib, write_plots
+from cuconvt.bench.plot import KINDS, picture, require_matplotlib, write_plots
 from cuconvt.bench.report import table
 from cuconvt.bench.result import Cell, Result, save
 from cuconvt.errors import MissingDependencyError
@@ -35,9 +36,9 @@ def add_command(commands: Any) -> None:
     )
     bench.add_argument("--repeat", type=positive, metavar="N", help="repeats of each call; default: by its duration")
     bench.add_argument("--seed", type=int, help="of the random inputs; default: a new one each run")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    bench.add_argument("--json", type=_file, metavar="FILE", help="write the result here")
     bench.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write FILE with -roofline and -bars before its suffix"
+        "--plot", type=_picture, metavar="FILE.png", help="write pictures, with -roofline and -bars before the suffix"
     )
     bench.set_defaults(run=run)
 
@@ -64,9 +65,13 @@ def run(options: argparse.Namespace) -> None:
         cases = unique(options.cases)
     except ValueError as error:
         sys.exit(f"bench: {error}")
-    for file in (options.json, options.plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            sys.exit(f"bench: there is no folder {file.absolute().parent} to write {file.name} to")
+    outputs = [options.json] if options.json else []
+    outputs += [picture(options.plot, kind) for kind in KINDS] if options.plot else []
+    for file in outputs:
+        try:
+            _probe(file)
+        except OSError as error:
+            sys.exit(f"bench: {file} cannot be written: {error.strerror}")
     try:
         if options.plot:
             require_matplotlib()
@@ -179,9 +184,9 @@ def _name(done: object) -> str:
 
 
 def _hand_over(result: Result, json: Path | None, plot: Path | None) -> None:
+    print(table(result))
     if json:
         save(result, json)
-    print(table(result))
     if plot and any(cell.time for cell in result.cells):
         for file in write_plots(result, plot):
             print(f"wrote {file}")
@@ -192,6 +197,26 @@ def _case(text: str) -> Case:
         return parse_case(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _file(text: str) -> Path:
+    if not Path(text).name or text.endswith(os.sep):
+        raise argparse.ArgumentTypeError(f"must name a file, got {text!r}")
+    return Path(text)
+
+
+def _picture(text: str) -> Path:
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
+    return _file(text)
+
+
+def _probe(file: Path) -> None:
+    """Raise OSError unless the file can be written; one that is not there is not left behind."""
+    is_new = not os.path.lexists(file)
+    file.open("a").close()
+    if is_new:
+        file.unlink()
 
 
 def positive(text: str) -> int:

@@ -20,6 +20,7 @@ COLOURS = {
     "float64": "#009E73",
 }
 MARKERS = {"NCDHW": "o", "NDHWC": "s"}
+KINDS = ("roofline", "bars")
 
 
 def require_matplotlib() -> None:
@@ -36,14 +37,18 @@ def write_plots(result: Result, file: Path) -> list[Path]:
     The bar chart is left out where nothing was compared with PyTorch.
     """
     require_matplotlib()
-    paths = [_write(_roofline(result), file, "roofline")]
+    paths = [_write(_roofline(result), picture(file, "roofline"))]
     if any(cell.ratio for cell in result.cells):
-        paths.append(_write(_bars(result), file, "bars"))
+        paths.append(_write(_bars(result), picture(file, "bars")))
     return paths
 
 
-def _write(figure: Any, file: Path, kind: str) -> Path:
-    path = file.with_name(f"{file.stem}-{kind}.png")
+def picture(file: Path, kind: str) -> Path:
+    """Return where a kind of picture goes."""
+    return file.with_name(f"{file.stem}-{kind}.png")
+
+
+def _write(figure: Any, path: Path) -> Path:
     figure.savefig(path, dpi=150)
     return path
 
