@@ -752,6 +752,18 @@ def test_numpy_alone_shows_the_help(tmp_path: Path) -> None:
     assert "hifigan1d_k16s8" in text
 
 
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_the_help_explains_cases_and_precisions(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"of {', '.join(PRECISIONS)};" in text
+    assert "default: tf32x3 tf32 float16 bfloat16" in text
+    for meaning in ("k is the kernel size", "s the stride", "p the padding", "op the output padding", "g the groups"):
+        assert meaning in text
+    assert "d the dilation" in text
+
+
 @pytest.mark.parametrize("has_tqdm", [True, False])
 def test_progress_counts_cells(
     has_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

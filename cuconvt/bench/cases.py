@@ -193,7 +193,13 @@ DEFAULT_PRECISIONS = ("tf32x3", "tf32", "float16", "bfloat16")
 
 _SPATIAL = {"k": "kernel", "s": "stride", "p": "padding", "op": "output_padding", "d": "dilation"}
 _OPTION = re.compile(r"(k|s|p|op|d|g)(\d+(?:x\d+)*)")
-_SYNTAX = "[NAME=]X:C_OUT:kK[:sS][:pP][:opP][:gG][:dD][:bias], say 8x48x64x64x64:48:k3 or 1x8x9x9:4:k3x5:s2:p1x2:bias"
+SYNTAX = "[NAME=]X:C_OUT:kK[:sS][:pP][:opP][:gG][:dD][:bias], say 8x48x64x64x64:48:k3 or 1x8x9x9:4:k3x5:s2:p1x2:bias"
+MEANING = (
+    "Parameters of a case: X is the shape of x (N, C_in and one to three extents, joined by x) and C_OUT the output "
+    "channels. After them, in any order, k is the kernel size, s the stride, p the padding, op the output padding, g "
+    "the groups, d the dilation, and bias adds one; k alone is required, and the others default as in a call. k, s, p, "
+    "op and d take one value or one an axis, joined by x. NAME= chooses the name in the results."
+)
 
 
 def parse_case(text: str) -> Case:
@@ -213,7 +219,7 @@ def parse_case(text: str) -> Case:
     name, _, body = text.rpartition("=")
     fields = body.split(":")
     if len(fields) < 2 or not re.fullmatch(r"\d+(x\d+){2,4}", fields[0]) or not fields[1].isdecimal():
-        raise ValueError(f"a case must be one of {', '.join(CASES)}, or {_SYNTAX}; got {text!r}")
+        raise ValueError(f"a case must be one of {', '.join(CASES)}, or {SYNTAX}; got {text!r}")
     x, c_out = _ints(fields[0]), int(fields[1])
     rank = len(x) - 2
     values: dict[str, Ints] = {}

@@ -13,7 +13,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cuconvt.bench.cases import CASES, DEFAULT_PRECISIONS, GRADIENTS, LAYOUTS, PRECISIONS, Case, parse_case, unique
+from cuconvt.bench.cases import (
+    CASES,
+    DEFAULT_PRECISIONS,
+    GRADIENTS,
+    LAYOUTS,
+    MEANING,
+    PRECISIONS,
+    SYNTAX,
+    Case,
+    parse_case,
+    unique,
+)
 from cuconvt.bench.plot import KINDS, picture, require_matplotlib, write_plots
 from cuconvt.bench.report import table
 from cuconvt.bench.result import Cell, Result, save
@@ -52,11 +63,20 @@ def add_problem_options(parser: argparse.ArgumentParser, cases: list[Case] | Non
         default=cases,
         required=cases is None,
         metavar="CASE",
-        help=f"names ({', '.join(CASES)}) or parameters, say 8x48x64x64x64:48:k3:s2:p1:op1:g1:d1:bias"
-        + ("; default: all" if cases else ""),
+        help=f"names ({', '.join(CASES)}) or parameters, {SYNTAX}; see below" + ("; default: all" if cases else ""),
     )
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(DEFAULT_PRECISIONS), metavar="NAME")
-    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of x and the result")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=PRECISIONS,
+        default=list(DEFAULT_PRECISIONS),
+        metavar="NAME",
+        help=f"of {', '.join(PRECISIONS)}; the first three take float32; default: {' '.join(DEFAULT_PRECISIONS)}",
+    )
+    parser.add_argument(
+        "--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="of x and the result; default: both"
+    )
+    parser.epilog = MEANING
 
 
 def run(options: argparse.Namespace) -> None:
