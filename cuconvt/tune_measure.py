@@ -14,7 +14,7 @@ from cupy.cuda.memory import OutOfMemoryError
 
 from cuconvt.backends import _in_3d
 from cuconvt.bench.floats import rounded, widened
-from cuconvt.bench.measure import poisoned
+from cuconvt.bench.measure import LAUNCH_ERRORS, poisoned
 from cuconvt.bench.reference import Patch, compare
 from cuconvt.bench.result import Times
 from cuconvt.bench.timing import Run, Timer
@@ -25,7 +25,6 @@ from cuconvt.tune_compile import Job, compile_all
 from cuconvt.tune_outcome import SHOWN, Outcome, Problem, describe_tile
 from cuconvt.tuned import FAMILIES, key_of
 
-LAUNCH_ERRORS = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
 FIRST_REPEATS = 5  # of every candidate; the fastest ones come to a final, repeated as often as the benchmark repeats
 Progress = Callable[[int, str], AbstractContextManager[Callable[[object], None]]]
 

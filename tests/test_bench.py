@@ -637,6 +637,43 @@ def test_a_wrong_result_is_not_timed(on_cpu: Any, operation: str, monkeypatch: p
         assert re.match("largest error .* of the (sum of magnitudes|root of the sum of squares), allowed", cell.problem)
 
 
+@pytest.mark.parametrize("operation", OPERANDS)
+def test_a_launch_that_fails_costs_its_cell_alone(on_cpu: Any, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, settings = on_cpu
+
+    def make_call(case: Case, operation: str, arrays: dict[str, Any], *rest: Any) -> Callable[..., Any]:
+        if any(array.strides[1] == array.itemsize for role, array in arrays.items() if role in ("x", "y")):
+            raise measure.LAUNCH_ERRORS[1](700)
+        return right(case, operation, arrays, *rest)
+
+    right = measure.cuconvt_side.make_call
+    monkeypatch.setattr(measure.cuconvt_side, "make_call", make_call)
+    rows, last = measure_on_cpu(measure, settings, parse_case("2x4x3x4x5:6:k3:s2:p1"), operation, "ieee")
+    assert (rows.layout, rows.status, rows.problem) == ("NCDHW", "ok", "")
+    assert rows.time
+    assert (last.layout, last.status, last.time) == ("NDHWC", "failed", None)
+    assert last.problem.startswith("CUDARuntimeError: cudaErrorIllegalAddress")
+
+
+def test_a_failure_before_or_while_timing_costs_its_cells_alone(on_cpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, settings = on_cpu
+
+    def fail(*arguments: Any) -> None:
+        raise measure.LAUNCH_ERRORS[1](719)
+
+    for patched, name, problem in (
+        (FakeTimer, "interleaved", "while it was timed: CUDARuntimeError: cudaErrorLaunchFailure"),
+        (measure, "_draw", "inputs and exact result: cudaErrorLaunchFailure"),
+    ):
+        monkeypatch.setattr(patched, name, fail)
+        cells = measure_on_cpu(measure, settings, parse_case("2x4x3x4x5:6:k3:s2:p1"), "forward", "ieee")
+        assert [(cell.layout, cell.status, cell.time) for cell in cells] == [
+            ("NCDHW", "failed", None),
+            ("NDHWC", "failed", None),
+        ]
+        assert all(cell.problem.startswith(problem) for cell in cells)
+
+
 @pytest.mark.parametrize("name", ["ieee", "bfloat16", "float64"])
 @pytest.mark.parametrize("text", ["2x4x3x4x5:6:k3:s2:p1:op1:g2", "3x4x5x6:2:k2x3:d2", "2x3x7:4:k4:s3:p1"])
 @pytest.mark.parametrize("operation", OPERANDS)

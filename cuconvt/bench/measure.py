@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
 import subprocess
@@ -33,6 +34,7 @@ from cuconvt.bench.timing import Run, Timer, extra_bytes, host_us
 from cuconvt.compile import nvrtc_version
 from cuconvt.errors import CompileError
 
+LAUNCH_ERRORS = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
 OutOfMemoryError = cupy.cuda.memory.OutOfMemoryError
 Contestant = tuple[str, str]  # "cuconvt" or "torch", and the layout
 
@@ -111,7 +113,7 @@ def _measure_dtype(
     }
     try:
         inputs = _draw(rng, case, operation, dtype)
-    except OutOfMemoryError as error:
+    except (OutOfMemoryError, *LAUNCH_ERRORS) as error:
         for blank in (blank for of_precision in blanks.values() for blank in of_precision):
             yield replace(blank, status="failed", problem=f"inputs and exact result: {error}")
         return
@@ -150,19 +152,37 @@ def _draw(rng: Any, case: Case, operation: str, dtype: str) -> Inputs:
 def _measure_precision(
     settings: Settings, timer: Timer, case: Case, precision: Precision, inputs: Inputs, blanks: list[Cell]
 ) -> Iterator[Cell]:
-    """Check every layout, then time in turns those that are right, with PyTorch in both layouts."""
+    """Check every layout, then time those that are right."""
     cells: dict[str, Cell] = {}
     ours: dict[Contestant, Run] = {}
     for blank in blanks:
         cells[blank.layout], run = _check(blank, case, precision, inputs)
         if run is not None:
             ours["cuconvt", blank.layout] = run
+    try:
+        figures = _time(settings, timer, case, precision, inputs, ours) if ours else {}
+    except (OutOfMemoryError, RuntimeError) as error:  # the latter is PyTorch's, and both of LAUNCH_ERRORS
+        failed = {"status": "failed", "problem": f"while it was timed: {type(error).__name__}: {error}"}
+        figures = {layout: failed for _, layout in ours}
+    for layout, cell in cells.items():
+        yield replace(cell, **figures.get(layout, {}))
+
+
+def _time(
+    settings: Settings,
+    timer: Timer,
+    case: Case,
+    precision: Precision,
+    inputs: Inputs,
+    ours: dict[Contestant, Run],
+) -> dict[str, dict[str, Any]]:
+    """Time calls in turns, with PyTorch in both layouts, and return the fields of each layout's cell."""
     times: dict[Contestant, Times] = {}
     found: dict[str, Any] = {}
     torch_side = settings.torch_side
-    if ours and torch_side is None:
+    if torch_side is None:
         times = timer.interleaved(ours, {}, settings.repeat)
-    elif ours and torch_side is not None:
+    else:
         with torch_side.modes(precision.torch_tf32):
             theirs, errors, problem = _torch_calls(torch_side, case, inputs)
             times = timer.interleaved(ours, theirs, settings.repeat)
@@ -172,12 +192,11 @@ def _measure_precision(
                 found["torch_error"] = errors[best]
                 found["torch_extra_bytes"] = torch_side.extra_bytes(theirs[best])
                 found["torch_host_us"] = host_us(theirs[best]) if case.is_small else None
-    for layout, cell in cells.items():
-        key = ("cuconvt", layout)
-        if key in ours:
-            host = host_us(ours[key]) if case.is_small else None
-            cell = replace(cell, time=times[key], extra_bytes=extra_bytes(ours[key]), host_us=host)
-        yield replace(cell, **found)
+    figures = {layout: dict(found) for layout in settings.layouts}
+    for key, run in ours.items():
+        host = host_us(run) if case.is_small else None
+        figures[key[1]] |= {"time": times[key], "extra_bytes": extra_bytes(run), "host_us": host}
+    return figures
 
 
 def _check(blank: Cell, case: Case, precision: Precision, inputs: Inputs) -> tuple[Cell, Run | None]:
@@ -194,7 +213,7 @@ def _check(blank: Cell, case: Case, precision: Precision, inputs: Inputs) -> tup
         run(out=out)
         accuracy = compare(cupy, widened(out), inputs.patches, precision.rounding, precision.smallest)
         run()  # without `out`, as it is timed: the pool's first time is its slowest
-    except (CompileError, ValueError, OutOfMemoryError) as error:
+    except (CompileError, ValueError, OutOfMemoryError, *LAUNCH_ERRORS) as error:
         return replace(blank, status="failed", problem=f"{type(error).__name__}: {error}"), None
     kernel = cuconvt_side.chosen_kernel(case, operation, {**arrays, result: out}, precision)
     allowed = precision.allowed(case, operation)
@@ -255,7 +274,8 @@ def poisoned(shape: Sequence[int], dtype: str, layout: str) -> Any:
 def _release(settings: Settings) -> None:
     cupy.get_default_memory_pool().free_all_blocks()
     if settings.torch_side is not None:
-        settings.torch_side.release()
+        with contextlib.suppress(RuntimeError):  # after some failures of a kernel, every call of the GPU fails
+            settings.torch_side.release()
 
 
 def describe_machine(settings: Settings) -> dict[str, Any]:
