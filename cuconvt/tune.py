@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cuconvt.bench.cases import PRECISIONS, unique
-from cuconvt.bench.command import add_problem_options, positive, progress, require_gpu
+from cuconvt.bench.command import add_problem_options, positive, progress, require_dtypes, require_gpu
 from cuconvt.errors import MissingDependencyError
 from cuconvt.tune_outcome import Outcome, Problem, table
 from cuconvt.tuned import is_ignored, save, store_file
@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure, store and report; what was measured is kept if the run is cut short."""
     try:
         cases = unique(options.cases)
+        require_dtypes(options.precision)
         require_gpu()
     except (ValueError, MissingDependencyError) as error:
         sys.exit(f"tune: {error}")

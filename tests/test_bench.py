@@ -703,6 +703,7 @@ def test_pytorch_computes_the_same(
         (["--cases", "kb99"], "a case must be one of kb58"),
         (["--precision", "float8"], "invalid choice: 'float8'"),
         (["--repeat", "0"], "must be a number of at least 1, got '0'"),
+        (["--seed", "-5"], "argument --seed: must be a number of at least 0, got '-5'"),
         (["--json", ""], "argument --json: must name a file, got ''"),
         (["--json", "new/"], "argument --json: must name a file, got 'new/'"),
         (["--plot", "."], "argument --plot: must end in .png, got '.'"),
@@ -781,6 +782,18 @@ def test_pictures_without_matplotlib_are_refused_before_measuring(monkeypatch: p
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="bench: --plot needs matplotlib: pip install matplotlib"):
         main(["bench", "--plot", "run.png"])
+
+
+@pytest.mark.parametrize("command", [["bench"], ["tune", "--cases", "tiny"]])
+def test_bfloat16_without_ml_dtypes_is_refused_before_measuring(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(SystemExit, match=f"^{command[0]}: bfloat16 arrays need ml_dtypes: pip install ml_dtypes"):
+        main(command)
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        main([*command, "--precision", "float16"])
 
 
 def test_numpy_alone_shows_the_help(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ from cuconvt.bench.cases import (
     parse_case,
     unique,
 )
+from cuconvt.bench.floats import numpy_dtype
 from cuconvt.bench.plot import KINDS, picture, require_matplotlib, write_plots
 from cuconvt.bench.report import table
 from cuconvt.bench.result import Cell, Result, save
@@ -46,7 +47,7 @@ def add_command(commands: Any) -> None:
         "--against", choices=("torch", "none"), help="what to compare with; default: torch where it is installed"
     )
     bench.add_argument("--repeat", type=positive, metavar="N", help="repeats of each call; default: by its duration")
-    bench.add_argument("--seed", type=int, help="of the random inputs; default: a new one each run")
+    bench.add_argument("--seed", type=_seed, metavar="N", help="of the random inputs; default: a new one each run")
     bench.add_argument("--json", type=_file, metavar="FILE", help="write the result here")
     bench.add_argument(
         "--plot", type=_picture, metavar="FILE.png", help="write pictures, with -roofline and -bars before the suffix"
@@ -95,6 +96,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         if options.plot:
             require_matplotlib()
+        require_dtypes(options.precision)
         require_gpu()
         require_cublas()
         torch_side = _torch_side(options.against)
@@ -121,6 +123,12 @@ def run(options: argparse.Namespace) -> None:
             _hand_over(result, options.json, options.plot)
     if any(cell.status != "ok" for result in results for cell in result.cells):
         sys.exit("bench: not every cell is right")
+
+
+def require_dtypes(precisions: Sequence[str]) -> None:
+    """Raise MissingDependencyError where there is no bfloat16 and it is asked for."""
+    for name in precisions:
+        numpy_dtype(PRECISIONS[name].dtype)
 
 
 def require_gpu() -> None:
@@ -242,4 +250,10 @@ def _probe(file: Path) -> None:
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
     return int(text)
