@@ -184,6 +184,13 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
 
 
 def cheapest(geometry: Geometry, dtype: str, precision: str | None, proposals: list[Plan | Refusal]) -> Plan:
+    """Return the plan with the least cost, and show it."""
+    plan = best_of(geometry, proposals)
+    show(plan, geometry, dtype, precision)
+    return plan
+
+
+def best_of(geometry: Geometry, proposals: list[Plan | Refusal]) -> Plan:
     """Return the plan with the least cost, which says why the others were not chosen."""
     plans = sorted((p for p in proposals if isinstance(p, Plan)), key=lambda plan: plan.cost)
     refused = [f"{p.kernel}: {p.reason}" for p in proposals if isinstance(p, Refusal)]
@@ -191,9 +198,7 @@ def cheapest(geometry: Geometry, dtype: str, precision: str | None, proposals: l
         raise ValueError(f"no kernel can run {geometry}: {'; '.join(refused)}")
     best, *others = plans
     refused += [f"{p.kernel}: cost {p.cost:.3g} against {best.cost:.3g}" for p in others]
-    plan = Plan(**{**best.__dict__, "refused": tuple(refused)})
-    show(plan, geometry, dtype, precision)
-    return plan
+    return Plan(**{**best.__dict__, "refused": tuple(refused)})
 
 
 def show(plan: Plan, geometry: Geometry, dtype: str, precision: str | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from cuconvt import plan_few_channels, plan_gather, plan_narrow_groups, plan_phase_gemm, plan_phase_wgmma
 from cuconvt.compile import _digest, _sources, cache_folder
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Layout, Plan, Refusal, show
+from cuconvt.plan import Device, Layout, Plan, Refusal, best_of, show
 
 SCHEMA = 1
 
@@ -93,7 +93,11 @@ def tuned_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
     if not isinstance(plan, Plan):
         _warn_once(store_file(), f"holds no tile of {choice.kernel} for {choice.problem}")
         return None
-    plan = replace(plan, tuned=True, refused=(f"{against}, measured by `python -m cuconvt tune`",))
+    planner = best_of(
+        geometry, [family.plan(geometry, dtype, layout, precision, device) for family in FAMILIES.values()]
+    )
+    others = (line for line in planner.refused if not line.startswith(f"{plan.kernel}:"))
+    plan = replace(plan, tuned=True, refused=(f"{against}, measured by `python -m cuconvt tune`", *others))
     show(plan, geometry, dtype, precision)
     return plan
 

@@ -106,12 +106,20 @@ def test_a_stored_choice_is_the_plan_from_then_on(kernel: str) -> None:
     assert found == plan
     assert found.tuned
     assert str(found).startswith(f"{kernel} (tuned): grid ")
-    assert str(found).endswith(
-        "\n  not the planner's gather: 2 ms against 0.5 ms, measured by `python -m cuconvt tune`"
-    )
+    assert "\n  not the planner's gather: 2 ms against 0.5 ms, measured by `python -m cuconvt tune`" in str(found)
     assert not make_plan(*arguments).tuned
     save(key_of(*arguments), None)
     assert tuned_plan(*arguments) is None
+
+
+def test_a_stored_choice_says_why_other_kernels_were_not_chosen() -> None:
+    arguments, plan = arguments_of("few_channels"), other_candidate("gather")
+    planner = make_plan(*arguments)
+    save(key_of(*arguments), choice_of(plan, planner=planner.kernel))
+    tuned_by, *others = tuned_plan(*arguments).refused
+    assert tuned_by.startswith("the planner's few_channels: 2 ms against 0.5 ms")
+    assert [line for line in planner.refused if not line.startswith("gather: cost")] == others
+    assert {line.partition(":")[0] for line in others} == {"phase_wgmma", "phase_gemm", "narrow_groups"}
 
 
 def test_choices_of_several_problems_live_together() -> None:
