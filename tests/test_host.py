@@ -277,13 +277,15 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
     assert len(reached) == 2 * 3 * 2
 
 
-# Wide enough for several chunks of channels, with borders; of 3xTF32, the families that split their operands.
-SPECIAL_CASES = ("dead_phases", "padding_eats_whole_taps", "odd_channels")
+# The families that split operands for 3xTF32, each with borders, and with several chunks of channels if it has chunks.
+SPECIAL_CASES = [
+    *itertools.product(("phase_gemm", "phase_wgmma"), ("dead_phases", "padding_eats_whole_taps", "odd_channels")),
+    *itertools.product(("narrow_groups",), ("kb73", "dead_phases", "padding_eats_whole_taps")),
+]
 
 
 @pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
-@pytest.mark.parametrize("name", SPECIAL_CASES)
-@pytest.mark.parametrize("family", ["phase_gemm", "phase_wgmma"])
+@pytest.mark.parametrize(("family", "name"), SPECIAL_CASES)
 def test_special_values_of_three_products(family: str, name: str, checked: Callable[..., None]) -> None:
     with on_host(family, DEVICES[90], "tf32x3"):
         checked(FIXED[name], lambda array: array, "tf32x3")
