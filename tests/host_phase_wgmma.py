@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from described import DEVICES, geometry_of, layout_of
-from strategies import Ints, Specialisation, case
+from strategies import SIDES, Ints, Specialisation, case
 from test_plan import problem_of
 
 from cuconvt import plan_phase_wgmma as wgmma
@@ -43,7 +43,7 @@ def cases() -> dict[str, dict[str, Any]]:
     for index in range(36):
         choose = random.Random(index)
         (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
-        x_last, out_last = index // 2 % 3 == 0, index % 3 == 0
+        x_last, out_last = SIDES[(index // 4 + 1) % 4]
         tile, spec = None, None
         while tile is None or not serves(tile, spec, dtype, precision):
             spec = draw_problem(choose, rank, x_last, out_last)

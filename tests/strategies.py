@@ -24,6 +24,8 @@ DTYPES = {
 # Layouts that `place` can give an array; "broadcast" has overlapping elements, so it is for inputs alone.
 OUT_LAYOUTS = ("contiguous", "channels_last", "sliced", "cropped", "strided", "negative", "transposed", "misaligned")
 LAYOUTS = (*OUT_LAYOUTS, "broadcast")
+# Whether x and the result are channels-last, for cases that take these in turns.
+SIDES = ((True, False), (True, True), (False, False), (False, True))
 
 # One example stays within milliseconds in float64 on one core.
 MAX_MACS = 2_000_000

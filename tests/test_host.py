@@ -27,7 +27,7 @@ from host.execute import KernelError
 from hypothesis import given, seed, settings
 from shipped import OF_THE_PROBLEM, SIMT, shipped
 from special import check_denormals, check_infinities, check_scales
-from strategies import DTYPES, LAYOUTS, Problem, Specialisation, case, problems
+from strategies import DTYPES, LAYOUTS, SIDES, Problem, Specialisation, case, problems
 from test_plan import struct_fields
 
 from cuconvt.compile import kernel_folder
@@ -84,7 +84,7 @@ def gather_cases() -> dict[str, Case]:
             tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3, 3)
         )
         c_in, c_out = choose.choice((1, 2, 3, 5, 9)), choose.choice((1, 2, 3, 4, 5, 7, 9, 15, 17, 25)[: 12 - rank])
-        last = (choose.random() < 0.4, choose.random() < 0.4)
+        last = SIDES[index // 4 % 4]
         fields = {"device": choose.choice(list(DEVICES.values())), "index64": choose.random() < 0.2}
         cases[f"{index}-{dtype}-{rank}d"] = make_case(dtype, kernel, stride, dilation, c_in, c_out, last, **fields)
     for dtype, axes in itertools.product(("float32", "float16"), (1, 2, 3)):
@@ -258,6 +258,17 @@ def test_every_value_of_every_macro_is_reached(family: str) -> None:
         assert reached["INDEX64"] == {0, 1}
     if family == "narrow_groups":
         assert reached["GROUPS"] == {1, 2}  # what is shipped lists problems of one group
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_every_type_is_reached_in_every_layout(family: str) -> None:
+    kinds = [(dtype, None) for dtype in DTYPES] if family in SIMT else host_phase_gemm.KINDS
+    reached = defaultdict(set)
+    for this in CASES[family].values():
+        sides = this.spec.x_layouts, this.spec.out_layouts
+        reached[this.dtype, this.precision].add(tuple(side == ("channels_last",) for side in sides))
+    for kind in kinds:
+        assert reached[kind] == set(SIDES), f"no case of {family} has {kind} in each layout"
 
 
 def test_copies_of_words_and_of_single_elements_are_reached() -> None:
