@@ -524,20 +524,32 @@ def test_readme_table_shows_the_slower_layout() -> None:
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 
 
-def test_readme_is_rewritten_between_its_markers_and_stays(tmp_path: Path) -> None:
+def make_readme_table(arguments: list[str]) -> None:
+    """Run the script, which is not a module of the package."""
     spec = importlib.util.spec_from_file_location("make_readme_table", ROOT / "benchmarks" / "make_readme_table.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    script.main(arguments)
+
+
+def test_the_readme_shows_the_recorded_run(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    make_readme_table(["--readme", str(readme)])
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+
+
+def test_readme_is_rewritten_between_its_markers_and_stays(tmp_path: Path) -> None:
     save(make_result(), tmp_path / "run.json")
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     arguments = ["--json", str(tmp_path / "run.json"), "--readme", str(readme)]
-    script.main(arguments)
+    make_readme_table(arguments)
     once = readme.read_text()
     assert once.startswith(f"before\n{BEGIN}\n")
     assert once.endswith(f"|\n{END}\nafter\n")
     assert "old" not in once
-    script.main(arguments)
+    make_readme_table(arguments)
     assert readme.read_text() == once
 
 
