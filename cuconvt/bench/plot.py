@@ -58,7 +58,7 @@ def _figure(result: Result, title: str, width: float, height: float) -> tuple[An
 
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(f"{title}\n{summary(result)}", fontsize=7)
+    axes.set_title(f"{title}\n{summary(result)}", fontsize=7, wrap=True)
     return figure, axes
 
 
@@ -98,6 +98,7 @@ def _roofline(result: Result) -> Any:
         xlabel="flops a byte (operands and result moved once)",
         ylabel="TFLOP/s",
     )
+    axes.margins(y=0.12)  # room for the names of the highest points
     axes.grid(which="both", alpha=0.2)
     axes.legend(fontsize=7, loc="lower right")
     return figure
