@@ -59,20 +59,27 @@ def weight_gradient(x: Any, y: Any, geometry: Geometry, precision: str | None, o
 
 def channel_sums(y: Any, rank: int, out: Any) -> Any:
     """Write the sum of y over all axes but the channels' to `out`."""
+    if isinstance(out, np.ndarray):
+        # In float64 throughout: NumPy sums pairwise only along a contiguous axis, else one element after the other.
+        _store(_in_3d(y, rank).sum(axis=(0, 2, 3, 4), dtype=np.float64), out)
+        return None
     sums = functools.partial(_channel_sums, rank)
     sums(y, out)
-    return None if isinstance(out, np.ndarray) else sums
+    return sums
 
 
 def _channel_sums(rank: int, y: Any, out: Any) -> None:
-    """Sum rows in float32 (float64 for float64), and their sums in float64.
+    """Sum the rows of a cupy array in float32 (float64 for float64), and their sums in float64.
 
-    Neither order nor length of what is summed matters then, and what is summed in float64 is small.
+    CuPy sums a row in many parts, a thread each, and what is left to sum in float64 is little.
     """
     accumulator = np.float64 if y.dtype == np.float64 else np.float32
     rows = _in_3d(y, rank).sum(axis=-1, dtype=accumulator)
-    sums = rows.sum(axis=(0, 2, 3), dtype=np.float64)
-    out[...] = sums if out.itemsize >= 4 else sums.astype(accumulator)  # which 16-bit types are converted from
+    _store(rows.sum(axis=(0, 2, 3), dtype=np.float64), out)
+
+
+def _store(sums: Any, out: Any) -> None:
+    out[...] = sums if out.itemsize >= 4 else sums.astype(np.float32)  # which 16-bit types are converted from
 
 
 def _in_3d(array: Any, rank: int) -> Any:

@@ -184,6 +184,16 @@ def test_bias(problem: Problem, dtype: str) -> None:
     assert (buffer == -1).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bias_of_a_long_row_between_whose_elements_others_lie(dtype: str) -> None:
+    """NumPy sums such a row one element after the other: in float32 the error would grow with its length."""
+    values = np.random.default_rng(3).random((1, 1 << 20, 2), np.float32)
+    y = (values / 64).astype(DTYPES[dtype]).transpose(0, 2, 1)  # the sums stay within float16
+    exact = y.astype(np.float64).sum(axis=(0, 2))
+    got = cuconvt.grad.conv_transpose1d_bias(y)
+    assert (np.abs(got.astype(np.float64) - exact) <= 2.0 ** -TOLERANCES[dtype].digits * exact).all()
+
+
 # Layouts, empty batches, repeated calls.
 
 
