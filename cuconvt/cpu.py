@@ -20,7 +20,7 @@ import numpy as np
 from cuconvt.cpu_taps import TapSet, Workspace, computes_in, correlate_taps, correlation_sets, looped_axes
 from cuconvt.cpu_weight import weight_gradient
 from cuconvt.geometry import Geometry
-from cuconvt.phases import axis_phases, phase_outputs
+from cuconvt.phases import axis_phases, phase_outputs, residues_with_outputs
 
 __all__ = ["conv_transpose", "correlate", "weight_gradient"]
 
@@ -94,12 +94,11 @@ def correlate(y: Any, weight: Any, bias: Any, geometry: Geometry, out: Any) -> N
 def _phase_sets(kernel: int, stride: int, dilation: int, pad_before: int, out_extent: int) -> tuple[TapSet, ...]:
     """Return the tap sets of an axis, without phases that have no output; the set of dead phases has a count of 0."""
     members: dict[int, list[tuple[tuple[int, ...], range, int]]] = {}
-    for phase in axis_phases(kernel, stride, dilation):
+    for phase in axis_phases(kernel, stride, dilation, residues_with_outputs(stride, pad_before, out_extent)):
         outputs = phase_outputs(phase.residue, stride, pad_before, out_extent)
-        if outputs:
-            furthest = phase.back[-1] if phase.back else 0
-            first = (outputs[0] + pad_before) // stride - furthest
-            members.setdefault(len(phase.taps), []).append((phase.taps[::-1], outputs, first))
+        furthest = phase.back[-1] if phase.back else 0
+        first = (outputs[0] + pad_before) // stride - furthest
+        members.setdefault(len(phase.taps), []).append((phase.taps[::-1], outputs, first))
     step = dilation // math.gcd(stride, dilation)
     columns = (tuple(zip(*phases, strict=True)) for phases in members.values())
     return tuple(TapSet(taps, outputs, first, step) for taps, outputs, first in columns)

@@ -8,6 +8,7 @@ is a dense stride-1 correlation: nothing is tested for divisibility and nothing 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -30,14 +31,18 @@ class Phase:
     back: tuple[int, ...]
 
 
-def axis_phases(kernel: int, stride: int, dilation: int) -> tuple[Phase, ...]:
-    """Return the `stride` phases of an axis, in the order of their residues."""
-    by_residue: list[list[int]] = [[] for _ in range(stride)]
+def axis_phases(kernel: int, stride: int, dilation: int, residues: Iterable[int] | None = None) -> tuple[Phase, ...]:
+    """Return the phases of `residues`, in their order; without them all `stride` phases of an axis, ascending."""
+    by_residue: dict[int, list[int]] = {r: [] for r in (range(stride) if residues is None else residues)}
     for tap in range(kernel):
-        by_residue[tap * dilation % stride].append(tap)
-    return tuple(
-        Phase(r, tuple(taps), tuple(k * dilation // stride for k in taps)) for r, taps in enumerate(by_residue)
-    )
+        if (taps := by_residue.get(tap * dilation % stride)) is not None:
+            taps.append(tap)
+    return tuple(Phase(r, tuple(taps), tuple(k * dilation // stride for k in taps)) for r, taps in by_residue.items())
+
+
+def residues_with_outputs(stride: int, pad_before: int, out_extent: int) -> list[int]:
+    """Return the residues of the phases that have an output, ascending; a stride may be far longer than the axis."""
+    return sorted((o + pad_before) % stride for o in range(min(stride, out_extent)))
 
 
 def phase_outputs(residue: int, stride: int, pad_before: int, out_extent: int) -> range:

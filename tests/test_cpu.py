@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +80,30 @@ def test_output_size_chooses_output_padding() -> None:
         parameters = {**problem.parameters, "output_padding": 0}
         got = cuconvt.conv_transpose2d(x, weight, **parameters, output_size=problem.out_shape[2:])
         assert np.array_equal(got, call(problem, x, weight))
+
+
+def test_a_stride_beyond_the_result_costs_no_memory() -> None:
+    generator = np.random.default_rng(7)
+    x, weight = generator.random((2, 4, 1)), generator.random((4, 3, 3))
+    y = generator.random((2, 3, 11))
+
+    def results(stride: int) -> list[np.ndarray]:
+        parameters: dict[str, Any] = {"stride": stride, "padding": [(1, 0)], "output_padding": 7, "dilation": 2}
+        return [
+            cuconvt.conv_transpose1d(x, weight, **parameters),
+            cuconvt.conv1d(y, weight, stride=stride, padding=[(1, 0)], dilation=2),
+            cuconvt.grad.conv_transpose1d_input(x.shape, weight, y, **parameters),
+            cuconvt.grad.conv_transpose1d_weight(x, weight.shape, y, **parameters),
+        ]
+
+    expected = results(64)
+    for stride in (1 << 20, 1 << 40, 1 << 70):  # the first is one that fails in time where memory is taken
+        tracemalloc.start()
+        got = results(stride)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1 << 20
+        assert all(map(np.array_equal, got, expected))
 
 
 @settings(max_examples=max(EXAMPLES // 3, 1))

@@ -10,7 +10,7 @@ from strategies import Problem, problems
 
 from cuconvt import conv_transpose_output_shape
 from cuconvt.geometry import make_geometry, normalise
-from cuconvt.phases import axis_phases, phase_outputs
+from cuconvt.phases import axis_phases, phase_outputs, residues_with_outputs
 
 EXAMPLES = settings().max_examples
 
@@ -93,6 +93,11 @@ def test_phases_hold_every_pair_of_tap_and_input_once(
             assert pairs == defined
             seen.append(o)
     assert sorted(seen) == list(range(out_extent))
+    residues = residues_with_outputs(stride, pad_before, out_extent)
+    assert residues == [r for r in range(stride) if phase_outputs(r, stride, pad_before, out_extent)]
+    assert axis_phases(kernel, stride, dilation, residues) == tuple(
+        phase for phase in axis_phases(kernel, stride, dilation) if phase.residue in residues
+    )
 
 
 def test_phases_that_no_tap_reaches() -> None:
