@@ -55,8 +55,8 @@ def check_out(out: Any, shape: tuple[int, ...], inputs: dict[str, Any]) -> None:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     if not getattr(out.flags, "writeable", True):
         raise ValueError("out must be writable, got a read-only array")
-    if out.size and any(stride == 0 and extent > 1 for stride, extent in zip(out.strides, out.shape, strict=True)):
-        raise ValueError(f"out must have its own memory for every element, got strides {out.strides}")
+    if out.size and _overlaps_itself(out):
+        raise ValueError(f"out must have its own memory for every element, got strides {out.strides} of shape {shape}")
     for role, array in inputs.items():
         if array is not None and _overlap(out, array):
             raise ValueError(f"out must not overlap an input, and it shares memory with {role}")
@@ -66,6 +66,21 @@ def reach(array: Any) -> tuple[int, int]:
     """Return where the bytes of an array that is not empty begin and end, relative to its first element."""
     spans = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]
     return sum(s for s in spans if s < 0), sum(s for s in spans if s > 0) + array.itemsize
+
+
+def _overlaps_itself(array: Any) -> bool:
+    """Return whether some axis steps by less than the axes of smaller steps reach.
+
+    Slices and transposes of memory without an overlap never do. What else does without an overlap, say steps of 2 and 3
+    elements, counts as one.
+    """
+    reached = array.itemsize
+    axes = zip(array.strides, array.shape, strict=True)
+    for step, extent in sorted((abs(stride), extent) for stride, extent in axes if extent > 1):
+        if step < reached:
+            return True
+        reached += step * (extent - 1)
+    return False
 
 
 def _overlap(a: Any, b: Any) -> bool:

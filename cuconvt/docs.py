@@ -36,7 +36,7 @@ output_size : int or sequence of {rank} int, optional
 precision : {{"tf32x3", "ieee", "tf32"}}, optional
     How float32 is multiplied; None is "tf32x3". Must be None for the other dtypes.
 out : array, shape of the result, optional
-    Written in place and returned. Must not overlap an input.
+    Written in place and returned. Must overlap neither an input nor itself.
 
 Returns
 -------
@@ -50,7 +50,7 @@ TypeError
 ValueError
     A shape or a parameter does not fit: wrong rank, channels that `groups` does not divide, an output extent below 1,
     an `output_padding` or `output_size` out of range, a negative padding, a stride or dilation below 1, an unknown
-    `precision`, an `out` of the wrong shape or that overlaps an input, a tensor that requires grad.
+    `precision`, an `out` of the wrong shape or that overlaps an input or itself, a tensor that requires grad.
     Nothing is launched or written then.
 CompileError
     The kernel for these parameters did not compile; the message holds NVRTC's log.
@@ -122,7 +122,7 @@ groups : int, default 1
 precision : {{"tf32x3", "ieee", "tf32"}}, optional
     How float32 is multiplied; None is "tf32x3". Must be None for the other dtypes.
 out : array, shape of the result, optional
-    Written in place and returned. Must not overlap an input.
+    Written in place and returned. Must overlap neither an input nor itself.
 
 Returns
 -------
@@ -164,7 +164,7 @@ Examples
 _GRADIENT_PARAMETERS = """precision : {{"tf32x3", "ieee", "tf32"}}, optional
     How float32 is multiplied; None is "tf32x3". Must be None for the other dtypes.
 out : array, shape of the result, optional
-    Written in place and returned. Must not overlap an input."""
+    Written in place and returned. Must overlap neither an input nor itself."""
 
 INPUT_GRADIENT = f"""Gradient of `conv_transpose{{rank}}d` with respect to its input.
 
@@ -250,7 +250,7 @@ Parameters
 grad_output : array, shape (N, C_out, {axes}) or, unbatched, (C_out, {axes})
     Gradient with respect to the result.
 out : array, shape (C_out,), optional
-    Written in place and returned. Must not overlap `grad_output`.
+    Written in place and returned. Must overlap neither `grad_output` nor itself.
 
 Returns
 -------

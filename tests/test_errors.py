@@ -185,6 +185,39 @@ def test_out_that_shares_its_own_elements() -> None:
     refused(ValueError, "out must have its own memory for every element, got strides", out=out)
 
 
+@pytest.mark.parametrize(
+    "strides",
+    [
+        (56, 8, 8),  # channels and positions of one step
+        (56, 4, 8),  # a channel begins where the one before has not ended
+        (24, 28, 4),  # as do samples
+        (84, 28, 2),  # elements that begin in each other
+        (84, 28, -2),
+    ],
+)
+def test_out_whose_elements_overlap(strides: tuple[int, ...]) -> None:
+    buffer = np.full(80, np.nan, np.float32)
+    out = np.lib.stride_tricks.as_strided(buffer[20:], (2, 3, 7), strides)
+    x, weight = np.ones((2, 4, 5), np.float32), np.ones((4, 3, 3), np.float32)
+    with pytest.raises(ValueError, match="out must have its own memory for every element, got strides"):
+        cuconvt.conv_transpose1d(x, weight, out=out)
+    assert np.isnan(buffer).all()
+
+
+@pytest.mark.parametrize(
+    "strides",
+    [(84, 28, 4), (84, -28, 4), (12, 4, 24), (4, 8, 24), (28, 56, 4), (-4, 56, 8), (168, 56, 8)],
+)
+def test_out_whose_elements_are_interleaved(strides: tuple[int, ...]) -> None:
+    buffer = np.full(160, np.nan, np.float32)
+    out = np.lib.stride_tricks.as_strided(buffer[40:], (2, 3, 7), strides)
+    x, weight = np.random.default_rng(5).random((2, 4, 5)), np.ones((4, 3, 3))
+    x, weight = x.astype(np.float32), weight.astype(np.float32)
+    cuconvt.conv_transpose1d(x, weight, out=out)
+    assert np.array_equal(out, cuconvt.conv_transpose1d(x, weight))
+    assert np.isfinite(buffer).sum() == out.size
+
+
 def same_size() -> SimpleNamespace:
     """A problem whose x, weight, bias and result are all views of one buffer, as the tests place them."""
     return SimpleNamespace(x=(1, 2, 6, 6), weight=(2, 2, 1, 1), bias=(2,), out=(1, 2, 6, 6), count=72)
