@@ -63,6 +63,9 @@ class NumPyBridge(Bridge):
         if not array.dtype.isnative:
             raise TypeError(f"{role} must have native byte order, got dtype {array.dtype.str!r}")
 
+    def view(self, array: Any) -> Any:
+        return np.asarray(array)  # of the base class: subclasses may index and compute otherwise
+
 
 class CuPyBridge(Bridge):
     name = "cupy"

@@ -103,6 +103,28 @@ def test_subclass_of_ndarray_gives_a_plain_array() -> None:
     assert type(y) is np.ndarray
 
 
+def test_what_a_subclass_overrides_is_not_used() -> None:
+    class Refuses(np.ndarray):
+        def __array_ufunc__(self, *arguments: Any, **keywords: Any) -> Any:
+            return NotImplemented
+
+    x, weight, bias = case((1, 2, 5), 3, 3, has_bias=True).arrays(DTYPES["float32"])
+    expected = cuconvt.conv_transpose1d(x, weight, bias)
+    out = np.empty_like(expected).view(Refuses)
+    assert cuconvt.conv_transpose1d(x.view(Refuses), weight.view(Refuses), bias.view(Refuses), out=out) is out
+    assert out.tobytes() == expected.tobytes()
+    gradient = cuconvt.grad.conv_transpose1d_bias(expected.view(Refuses))
+    assert np.array_equal(gradient, cuconvt.grad.conv_transpose1d_bias(expected))
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_matrix_whose_slices_keep_both_axes() -> None:
+    x, weight = np.arange(5.0).reshape(1, 5), np.arange(6.0).reshape(1, 2, 3)
+    y = cuconvt.conv_transpose1d(np.matrix(x), weight)
+    assert type(y) is np.ndarray
+    assert np.array_equal(y, cuconvt.conv_transpose1d(x, weight))
+
+
 # PyTorch on the CPU.
 
 
