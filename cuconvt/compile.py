@@ -40,10 +40,10 @@ def kernel_folder() -> Path:
 
 def cache_folder() -> Path:
     """Return the folder of compiled kernels: $CUCONVT_CACHE_DIR, else cuconvt in the user's cache folder."""
+    # os.path.expanduser leaves "~" alone where nothing says what the home folder is; a relative folder then serves.
     chosen = os.environ.get("CUCONVT_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
-    # expanduser leaves "~" alone where nothing says what the home folder is; a relative folder then serves.
+        return Path(os.path.expanduser(chosen))
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "cuconvt"
 
 

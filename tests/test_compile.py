@@ -294,6 +294,8 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert compiler.cache_folder() == Path("/chosen")
     monkeypatch.setenv("CUCONVT_CACHE_DIR", "~/chosen")
     assert compiler.cache_folder() == tmp_path / "chosen"
+    monkeypatch.setenv("CUCONVT_CACHE_DIR", "~no-such-user/chosen")
+    assert compiler.cache_folder() == Path("~no-such-user/chosen")
     monkeypatch.setenv("CUCONVT_CACHE_DIR", "")
     assert compiler.cache_folder() == Path("/xdg/cuconvt")
     monkeypatch.delenv("CUCONVT_CACHE_DIR")
