@@ -115,13 +115,11 @@ def conv_transpose_output_shape(
     >>> cuconvt.conv_transpose_output_shape((2, 64, 48, 48), (64, 32, 3, 3), stride=2, padding=1, output_padding=1)
     (2, 32, 96, 96)
     """
+    x_shape, weight_shape = shape("x_shape", x_shape), shape("weight_shape", weight_shape)
     rank = len(weight_shape) - 2
     if rank not in (1, 2, 3):
-        raise ValueError(
-            f"weight_shape must have 3 to 5 extents (C_in, C_out/groups, *kernel), got {tuple(weight_shape)}"
-        )
+        raise ValueError(f"weight_shape must have 3 to 5 extents (C_in, C_out/groups, *kernel), got {weight_shape}")
     parameters = normalise(rank, stride, padding, output_padding, groups, dilation, output_size)
-    x_shape, weight_shape = shape("x_shape", x_shape), shape("weight_shape", weight_shape)
     return make_geometry(rank, x_shape, weight_shape, None, *parameters).out_shape
 
 

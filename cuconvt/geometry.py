@@ -321,9 +321,18 @@ def _padding_for_size(
 
 def shape(name: str, extents: Sequence[Any]) -> Ints:
     """Turn the shape that a caller wrote into a tuple of int, checking types and signs."""
-    if not isinstance(extents, Sequence) or isinstance(extents, str):
-        raise TypeError(f"{name} must be a sequence of integers, got {extents!r} of type {type(extents).__name__}")
+    if not isinstance(extents, Sequence) or _is_text_or_array(extents):
+        raise TypeError(f"{name} must be a sequence of integers, got {_described(extents)}")
     return tuple(_integer(name, extent, minimum=0) for extent in extents)
+
+
+def _is_text_or_array(value: Any) -> bool:
+    """Return whether a value has elements but is no sequence of integers; bytes and small arrays may pass for one."""
+    return isinstance(value, str | bytes | bytearray | memoryview) or bool(getattr(value, "ndim", 0))
+
+
+def _described(value: Any) -> str:
+    return f"{value!r} of type {type(value).__name__}"
 
 
 def _integer(name: str, value: Any, minimum: int) -> int:
@@ -332,29 +341,32 @@ def _integer(name: str, value: Any, minimum: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+        raise TypeError(f"{name} must be an integer, got {_described(value)}") from None
     if number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value!r}")
     return number
 
 
 def _one_an_axis(name: str, value: Any, rank: int, minimum: int) -> Ints:
+    if _is_text_or_array(value):
+        raise TypeError(
+            f"{name} must be an integer, or a tuple or list of integers, one an axis, got {_described(value)}"
+        )
     if not isinstance(value, Sequence):
         return (_integer(name, value, minimum),) * rank
-    if isinstance(value, str):
-        raise TypeError(f"{name} must be an integer or one an axis, got {value!r}")
     if len(value) != rank:
         raise ValueError(f"{name} must be an integer or {rank} of them, one an axis, got {value!r}")
     return tuple(_integer(name, v, minimum) for v in value)
 
 
 def _pairs_an_axis(padding: Any, rank: int) -> Pairs:
+    if _is_text_or_array(padding):
+        raise TypeError(
+            f"padding must be an integer, or a tuple or list of integers or of (before, after) pairs, one an axis, "
+            f"got {_described(padding)}"
+        )
     if not isinstance(padding, Sequence):
         return ((_integer("padding", padding, 0),) * 2,) * rank
-    if isinstance(padding, str):
-        raise TypeError(
-            f"padding must be an integer, one an axis, or one (before, after) pair an axis, got {padding!r}"
-        )
     if len(padding) != rank:
         raise ValueError(
             f"padding must be an integer, {rank} of them (one an axis) or {rank} (before, after) pairs, got {padding!r}"
@@ -362,7 +374,7 @@ def _pairs_an_axis(padding: Any, rank: int) -> Pairs:
     pairs = []
     for p in padding:
         before_after = p if isinstance(p, Sequence) else (p, p)
-        if isinstance(p, str) or len(before_after) != 2:
+        if _is_text_or_array(p) or len(before_after) != 2:
             raise ValueError(f"padding must have (before, after) pairs of two integers an axis, got {padding!r}")
         pairs.append((_integer("padding", before_after[0], 0), _integer("padding", before_after[1], 0)))
     return tuple(pairs)
