@@ -18,6 +18,8 @@ import numpy as np
 
 from cuconvt.errors import MissingDependencyError
 
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
 # DLPack's device type codes: memory that a GPU kernel can use (CUDA, managed) and memory of the CPU (CPU, pinned).
 _DLPACK_GPU = (2, 13)
 _DLPACK_CPU = (1, 3)
@@ -101,6 +103,8 @@ class TorchBridge(Bridge):
                 f"{role} has its conj or neg bit set, which a view of its memory would lose: pass {role}.resolve_conj()"
                 f".resolve_neg()"
             )
+        if (dtype := str(array.dtype).removeprefix("torch.")) not in DTYPES:  # NumPy and CuPy lack some of the others
+            raise TypeError(f"{role} must have one of the dtypes {', '.join(DTYPES)}, got {dtype}")
 
     def view(self, array: Any) -> Any:
         torch = sys.modules["torch"]

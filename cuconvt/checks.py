@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cuconvt.arrays import address
+from cuconvt.arrays import DTYPES, address
 
 PRECISIONS = ("tf32x3", "ieee", "tf32")
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @functools.lru_cache(maxsize=64)

@@ -118,6 +118,7 @@ def test_value_errors(changes: dict[str, Any], message: str) -> None:
         ({"x": np.ones((2, 4, 5, 6), bool)}, "x must have one of the dtypes float16"),
         ({"x": np.ones((2, 4, 5, 6), np.longdouble)}, "x must have one of the dtypes float16"),
         ({"x": np.ones((2, 4, 5, 6), object)}, "x must have one of the dtypes float16"),
+        ({"x": np.ones((2, 4, 5, 6), ml_dtypes.float8_e4m3fn)}, "x must have one of the dtypes float16"),
         ({"weight": np.ones((4, 3, 3, 3), np.float64)}, "weight must have x's dtype float32, got float64"),
         ({"weight": np.ones((4, 3, 3, 3), np.int64)}, "weight must have x's dtype float32, got int64"),
         ({"bias": np.ones(6, np.float16)}, "bias must have x's dtype float32, got float16"),
@@ -365,6 +366,9 @@ def test_torch_conj_bit(torch: Any) -> None:
 def test_torch_dtypes(torch: Any) -> None:
     torch_refused(torch, TypeError, "x must have one of the dtypes float16", x=torch.ones(1, 2, 5, dtype=torch.int32))
     torch_refused(torch, TypeError, "x must have one of the dtypes float16", x=torch.ones(1, 2, 5, dtype=torch.bool))
+    float8 = torch.ones(1, 2, 5).to(torch.float8_e4m3fn)
+    torch_refused(torch, TypeError, "x must have one of the dtypes float16", x=float8)
+    torch_refused(torch, TypeError, "float32, float64, got float8_e4m3fn", weight=float8)
     weight = torch.ones(2, 3, 3, dtype=torch.bfloat16)
     torch_refused(torch, TypeError, "weight must have x's dtype float32, got bfloat16", weight=weight)
 
