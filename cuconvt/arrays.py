@@ -287,9 +287,9 @@ def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise MissingDependencyError(
-            "arrays in GPU memory need CuPy: pip install 'cuconvt[cuda12x]' (or 'cuconvt[cuda13x]')"
-        ) from error
+        from cuconvt.info import cuda_command
+
+        raise MissingDependencyError(f"arrays in GPU memory need CuPy: {cuda_command()}") from error
     return cupy
 
 

@@ -202,7 +202,7 @@ def _nvrtc() -> Any:
 
         nvrtc.getVersion()  # CuPy looks for the library at the first call
     except (ImportError, OSError, RuntimeError) as error:
-        raise MissingDependencyError(
-            f"compiling a kernel needs CuPy with NVRTC: pip install 'cuconvt[cuda12x]' (or 'cuconvt[cuda13x]'); {error}"
-        ) from error
+        from cuconvt.info import cuda_command
+
+        raise MissingDependencyError(f"compiling a kernel needs CuPy with NVRTC: {cuda_command()}; {error}") from error
     return nvrtc

@@ -41,6 +41,11 @@ def report() -> str:
     return "\n".join(lines)
 
 
+def cuda_command() -> str:
+    """Return the command that installs CuPy with NVRTC, as errors name it."""
+    return _cuda_command(_import_cupy()[0], _driver_cuda_version())
+
+
 def _versions(cupy: Any, cupy_problem: str) -> list[tuple[str, str]]:
     import cuconvt
 
@@ -155,13 +160,17 @@ def _missing(cupy: Any, driver: tuple[int, int] | None, nvrtc: str) -> list[str]
     if driver is None:
         missing.append("an NVIDIA driver, for arrays in GPU memory: https://www.nvidia.com/drivers")
     if cupy is None or not nvrtc:
-        # CuPy that is there decides; else the driver does, and one older than CUDA 12 has to be updated anyway.
-        cuda = cupy.cuda.runtime.runtimeGetVersion() // 1000 if cupy else driver[0] if driver else 12
         what = "NVRTC, to compile kernels" if cupy else "CuPy with NVRTC, for arrays in GPU memory"
-        missing.append(f"{what}: {_install(*CUDA_PACKAGES[13 if cuda >= 13 else 12])}")
+        missing.append(f"{what}: {_cuda_command(cupy, driver)}")
     if _installed("ml_dtypes") == "not installed":
         missing.append(f"ml_dtypes, for bfloat16: {_install('ml_dtypes')}")
     return missing
+
+
+def _cuda_command(cupy: Any, driver: tuple[int, int] | None) -> str:
+    # CuPy that is there decides; else the driver does, and one older than CUDA 12 has to be updated anyway.
+    cuda = cupy.cuda.runtime.runtimeGetVersion() // 1000 if cupy else driver[0] if driver else 12
+    return _install(*CUDA_PACKAGES[13 if cuda >= 13 else 12])
 
 
 def _install(*packages: str) -> str:

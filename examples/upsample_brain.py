@@ -27,7 +27,7 @@ try:
     from nilearn.datasets import load_mni152_template
     from scipy import ndimage
 except ImportError as error:
-    sys.exit(f"{error}; this example needs: pip install 'cuconvt[examples]'")
+    sys.exit(f"{error}; this example needs, in the repository's root: pip install -e '.[examples]'")
 
 try:
     from tqdm import tqdm
@@ -254,7 +254,7 @@ class Device:
     def __init__(self, choice: str):
         self.cupy = None if choice == "cpu" else find_gpu()
         if choice == "gpu" and self.cupy is None:
-            sys.exit("--device gpu needs CuPy and a CUDA GPU: pip install 'cuconvt[cuda12x]', or use --device cpu")
+            sys.exit("--device gpu needs CuPy and a CUDA GPU; `python -m cuconvt info` names what is missing")
         if self.cupy is None:
             self.name = f"cpu (NumPy {np.__version__})"
             self.backend = "NumPy, matrix products by phases"

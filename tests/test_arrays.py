@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from reference import Expected
 from strategies import DTYPES, case, place
 
 import cuconvt
+from cuconvt import arrays as bridges
 
 ROOT = Path(cuconvt.__file__).resolve().parents[1]
 PROBLEM = case((2, 4, 5, 6, 7), 6, 3, stride=2, padding=1, output_padding=1, groups=2, has_bias=True)
@@ -123,6 +125,13 @@ def test_matrix_whose_slices_keep_both_axes() -> None:
     y = cuconvt.conv_transpose1d(np.matrix(x), weight)
     assert type(y) is np.ndarray
     assert np.array_equal(y, cuconvt.conv_transpose1d(x, weight))
+
+
+def test_gpu_memory_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # import cupy now raises ImportError
+    required = f"arrays in GPU memory need CuPy: {sys.executable} -m pip install 'cupy-cuda1"
+    with pytest.raises(cuconvt.MissingDependencyError, match=re.escape(required)):
+        bridges._cupy()
 
 
 # PyTorch on the CPU.

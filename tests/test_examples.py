@@ -20,7 +20,7 @@ NOTEBOOKS = ("quickstart.ipynb", "torch_interop.ipynb", "train_unet3d.ipynb")
 
 def require(*modules: str) -> None:
     for module in modules:
-        pytest.importorskip(module, reason=f"this example needs {module}: pip install 'cuconvt[examples]'")
+        pytest.importorskip(module, reason=f"this example needs {module}: pip install -e '.[examples]'")
 
 
 def load_module(name: str) -> ModuleType:

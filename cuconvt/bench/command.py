@@ -30,6 +30,7 @@ from cuconvt.bench.plot import KINDS, picture, require_matplotlib, write_plots
 from cuconvt.bench.report import table
 from cuconvt.bench.result import Cell, Result, save
 from cuconvt.errors import MissingDependencyError
+from cuconvt.info import cuda_command
 
 
 def add_command(commands: Any) -> None:
@@ -136,9 +137,7 @@ def require_gpu() -> None:
     try:
         import cupy
     except ImportError as error:
-        raise MissingDependencyError(
-            f"measuring needs an NVIDIA GPU and CuPy: pip install 'cuconvt[cuda12x]' (or 'cuconvt[cuda13x]'); {error}"
-        ) from error
+        raise MissingDependencyError(f"measuring needs an NVIDIA GPU and CuPy: {cuda_command()}; {error}") from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
