@@ -43,7 +43,7 @@ class Case:
 def cases() -> dict[str, Case]:
     """Return the cases by name."""
     found = {}
-    for index in range(24):
+    for index in range(16):
         choose = random.Random(index)
         (dtype, precision), rank = TENSOR_CORES[index % 4], 1 + index // 4 % 3
         tile = None

@@ -98,11 +98,11 @@ def registers_needed(plan: Plan) -> int:
     return 2 * defines["ROWS"] * defines["TILES_C"] * live_phases[2] + 40
 
 
-def first_position_w(problem: Problem) -> Ints:
-    """Return the position q of the first output along W, modulo 4, and its phases along all axes."""
+def ends_of_rows(problem: Problem) -> Ints:
+    """Return the position q of the first output along W, modulo 4, its phases along all axes, and where rows end."""
     geometry = geometry_of(problem)
     phases = (pad % stride for pad, stride in zip(geometry.pad_before, geometry.stride, strict=True))
-    return (geometry.pad_before[2] // geometry.stride[2] % 4, *phases)
+    return (geometry.pad_before[2] // geometry.stride[2] % 4, *phases, geometry.out_extent[2] % geometry.stride[2])
 
 
 def struct_fields() -> list[tuple[str, int]]:
@@ -174,12 +174,13 @@ def test_batch_and_extents_do_not_change_the_defines(
     other = data.draw(problems(fixed))
     extent = tuple(extent * scale for extent in other.extent)
     changed = dataclasses.replace(other, extent=extent, groups=problem.groups)
-    if first_position_w(changed) != first_position_w(problem):
+    if ends_of_rows(changed) != ends_of_rows(problem):
         # Padding that moves the first position along W is another specialisation of phase_gemm (EARLY), and padding
-        # that moves its phase one of few_channels and narrow_groups (SHIFT_W): keep it.
+        # that moves its phase one of few_channels and narrow_groups (SHIFT_W); rows that end within a position are one
+        # of phase_wgmma (OUT_RUN): keep them.
         longer = tuple(map(max, extent, problem.extent))
-        output_padding = tuple(map(max, changed.output_padding, problem.output_padding))
-        changed = dataclasses.replace(changed, extent=longer, padding=problem.padding, output_padding=output_padding)
+        ends = {"padding": problem.padding, "output_padding": problem.output_padding}
+        changed = dataclasses.replace(changed, extent=longer, **ends)
     plans = [plan_of(p, *kind, arch, last) for p in (problem, changed)]
     assert plans[0].kernel == plans[1].kernel
     defines, others = (dict(plan.defines) for plan in plans)
@@ -412,7 +413,7 @@ def test_a_phase_gemm_is_compiled_for_neither_batch_nor_extents(
     geometry, defines = geometry_of(problem), dict(plan.defines)
     reach = (geometry.kernel[2] - 1) * geometry.dilation[2] // geometry.stride[2]
     one_channel = geometry.c_in == 1  # the same memory as contiguous
-    assert defines["EARLY"] == (0 if last and not one_channel else (first_position_w(problem)[0] - reach) % 4)
+    assert defines["EARLY"] == (0 if last and not one_channel else (ends_of_rows(problem)[0] - reach) % 4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
