@@ -107,14 +107,10 @@ class TorchBridge(Bridge):
             raise TypeError(f"{role} must have one of the dtypes {', '.join(DTYPES)}, got {dtype}")
 
     def view(self, array: Any) -> Any:
-        torch = sys.modules["torch"]
-        array = array.detach()  # `check` has refused what autograd would have recorded
         if array.device.type == "cuda":
-            return _cupy().from_dlpack(array)
-        # Not np.from_dlpack: older NumPy makes its result read-only, and none knows bfloat16.
-        if array.dtype == torch.bfloat16:
-            return array.view(torch.int16).numpy().view(_bfloat16())
-        return array.numpy()
+            return _cupy().from_dlpack(array.detach())  # `check` has refused what autograd would have recorded
+        dtype = str(array.dtype).removeprefix("torch.")
+        return np.asarray(_TorchMemory(array)).view(_bfloat16() if dtype == "bfloat16" else dtype)
 
     @contextlib.contextmanager
     def scope(self, array: Any) -> Any:
@@ -130,6 +126,29 @@ class TorchBridge(Bridge):
 
     def empty(self, shape: Sequence[int], memory_order: Sequence[int], like: Any) -> Any:
         return _empty(sys.modules["torch"], shape, memory_order, like.dtype, device=like.device)
+
+
+class _TorchMemory:
+    """Presents a tensor in CPU memory to NumPy, as elements of its size.
+
+    Not by Tensor.numpy(), after which the tensor's storage can no longer be resized, and not by np.from_dlpack, whose
+    result older NumPy makes read-only, and which knows no bfloat16.
+    """
+
+    def __init__(self, tensor: Any):
+        address, size = tensor.data_ptr(), tensor.element_size()
+        if not address and tensor.numel():
+            raise ValueError(
+                f"a tensor must have memory, got one of shape {tuple(tensor.shape)} whose storage is empty"
+            )
+        self._tensor = tensor  # NumPy keeps this object, and so the memory
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+            "typestr": f"|V{size}",
+        }
 
 
 def torch_memory(size: int) -> Any:

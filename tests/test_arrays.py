@@ -179,6 +179,46 @@ def test_torch_memory_is_viewed_in_place(torch: Any, dtype: str) -> None:
     assert tuple(s // view.itemsize for s in view.strides) == x.stride()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, "int32"])
+def test_torch_views_of_every_kind(torch: Any, dtype: str) -> None:
+    from cuconvt.arrays import TorchBridge
+
+    whole = torch.arange(60).reshape(3, 4, 5).to(getattr(torch, dtype))
+    kinds = (whole, whole.permute(2, 0, 1), whole[:, 1:, ::2], whole[:1].expand(3, 4, 5), whole[0, 0, 0], whole[:0])
+    for tensor in (*kinds, whole[:, :0]):
+        view = TorchBridge().view(tensor)
+        assert view.shape == tuple(tensor.shape)
+        assert view.flags.writeable
+        assert view.dtype == DTYPES.get(dtype, np.int32)
+        assert view.astype(float).tolist() == tensor.double().tolist()
+    view = TorchBridge().view(torch.full((1000,), 7, dtype=whole.dtype))  # it alone keeps the memory
+    other = torch.zeros(1000, dtype=whole.dtype)
+    assert (view == 7).all()
+    assert (other == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_memory_can_be_resized_after_a_call(torch: Any, dtype: str) -> None:
+    x, weight, bias = (tensor.clone() for tensor in tensors(torch, dtype))  # NumPy's memory cannot be resized
+    out = torch.empty(PROBLEM.out_shape, dtype=x.dtype)
+    results = [call(PROBLEM, x, weight, bias), call(PROBLEM, x, weight, bias, out=out)]
+    for tensor in (x, weight, bias, *results):
+        shape = tensor.shape
+        tensor.resize_(tensor.numel() + 1000).resize_(shape)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"a tensor must have memory, got one of shape \(2, 4, 5, 6, 7\)"):
+        call(PROBLEM, x, weight, bias)
+
+
+def test_torch_buffer_is_reused(torch: Any) -> None:
+    sample, weight = torch.ones(2, 5), torch.ones(2, 3, 3)
+    batch = torch.empty(0)
+    for n in (2, 3):
+        batch.resize_(0)
+        torch.stack([sample] * n, out=batch)
+        assert cuconvt.conv_transpose1d(batch, weight).shape == (n, 3, 7)
+
+
 def test_torch_memory_format(torch: Any) -> None:
     x, weight, bias = tensors(torch, "float32")
     y = call(PROBLEM, x.to(memory_format=torch.channels_last_3d), weight, bias)
