@@ -314,6 +314,29 @@ def test_func_transforms() -> None:
         torch.testing.assert_close(*of_both(transform))
 
 
+def test_func_transforms_under_a_mode() -> None:
+    x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEM))
+
+    def per_sample(function: Callable[..., Any]) -> Any:
+        def loss(weight: Any, x: Any) -> Any:
+            return function(PROBLEM, x, weight, bias).square().sum()
+
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x)
+
+    expected = per_sample(theirs)
+    with torch.device("cpu"):  # as torch.set_default_device does
+        torch.testing.assert_close(per_sample(ours), expected)
+
+
+def test_func_transforms_of_fake_tensors_under_a_mode() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(), torch.device("cpu"):
+        x, weight = torch.empty(1, 2, 4, 4), torch.empty(2, 3, 2, 2)  # of a class whose __torch_function__ is disabled
+        grad = torch.func.grad(lambda w: ct.conv_transpose2d(x, w).sum())(weight)
+    assert grad.shape == weight.shape
+
+
 def test_tensor_subclass_and_modes_see_the_operator() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 

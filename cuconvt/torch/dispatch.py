@@ -28,11 +28,13 @@ from torch._C import (
     DispatchKeySet,
     _any_requires_grad,
     _are_functorch_transforms_active,
+    _disabled_torch_function_impl,
     _dispatch_keys,
     _dispatch_tls_local_exclude_set,
     _dispatch_tls_local_include_set,
     _ExcludeDispatchKeyGuard,
 )
+from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
 NAMESPACE = "cuconvt"
@@ -111,22 +113,24 @@ class Operator:
         if torch.compiler.is_compiling():
             return self.overload(*arguments)
         tensors = [tensor for tensor in arguments[: self._tensors] if tensor is not None]
-        if has_torch_function(tensors):
+        if not has_torch_function(tensors):
+            keys = _keys(tensors)
+            if keys in _AUTOGRAD:
+                if torch.is_grad_enabled() and _any_requires_grad(*tensors):
+                    return self._record(*arguments, self._kernel)
+                return self._kernel(*arguments)
+            if keys in _KERNEL:
+                return self._kernel(*arguments)
+        return self._call_overload(tensors, arguments)
+
+    def _call_overload(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor:
+        if not _are_functorch_transforms_active() or any(map(_has_own_torch_function, tensors)):
             return self.overload(*arguments)
-        keys = _keys(tensors)
-        if keys in _AUTOGRAD:
-            if torch.is_grad_enabled() and _any_requires_grad(*tensors):
-                return self._record(*arguments, self._kernel)
-            return self._kernel(*arguments)
-        if keys in _KERNEL:
-            return self._kernel(*arguments)
-        if _are_functorch_transforms_active():
-            # A gradient formula registered at the dispatcher is unknown to torch.func; a Function is known.
-            device_type = tensors[0].device.type
-            if self._cast is not None and torch.is_autocast_enabled(device_type):
-                arguments = self._cast(torch.get_autocast_dtype(device_type), *arguments)
-            return self._node.apply(*arguments, self.overload)
-        return self.overload(*arguments)
+        # A gradient formula registered at the dispatcher is unknown to torch.func; a Function is known.
+        device_type = tensors[0].device.type
+        if self._cast is not None and torch.is_autocast_enabled(device_type):
+            arguments = self._cast(torch.get_autocast_dtype(device_type), *arguments)
+        return self._node.apply(*arguments, self.overload)
 
     def register_autocast(self, cast: Callable[..., tuple[Any, ...]]) -> None:
         """Under autocast, call the operator with what `cast` makes of autocast's dtype and the arguments."""
@@ -145,3 +149,9 @@ def _keys(tensors: Sequence[Tensor]) -> int:
     for tensor in tensors:
         keys |= _dispatch_keys(tensor).raw_repr()
     return keys & ~_dispatch_tls_local_exclude_set().raw_repr() & _RELEVANT
+
+
+def _has_own_torch_function(tensor: Tensor) -> bool:
+    """Return what has_torch_function does where no mode, such as that of a default device, is active."""
+    kind = type(tensor)
+    return kind not in (Tensor, Parameter) and kind.__torch_function__ is not _disabled_torch_function_impl
