@@ -98,6 +98,11 @@ class TorchBridge(Bridge):
                 f"{role} requires grad, and this function records no gradient: pass {role}.detach(), call it under "
                 f"torch.no_grad(), or use cuconvt.torch, whose functions do"
             )
+        if _has_tangent(array):
+            raise ValueError(
+                f"{role} is a dual tensor of forward-mode differentiation, and this function computes no tangent: use "
+                f"cuconvt.torch, whose functions do"
+            )
         if array.is_conj() or array.is_neg():
             raise ValueError(
                 f"{role} has its conj or neg bit set, which a view of its memory would lose: pass {role}.resolve_conj()"
@@ -126,6 +131,16 @@ class TorchBridge(Bridge):
 
     def empty(self, shape: Sequence[int], memory_order: Sequence[int], like: Any) -> Any:
         return _empty(sys.modules["torch"], shape, memory_order, like.dtype, device=like.device)
+
+
+def _has_tangent(tensor: Any) -> bool:
+    """Return whether forward-mode differentiation has a tangent of this tensor."""
+    torch = sys.modules["torch"]
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level < 0:
+        return False
+    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    return not below_autograd and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 class _TorchMemory:

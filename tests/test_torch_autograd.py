@@ -128,6 +128,73 @@ def test_gradients_of_first_and_second_order(problem: Problem) -> None:
     assert torch.autograd.gradgradcheck(lambda *t: ours(problem, *t), tensors, **check)
 
 
+@pytest.mark.parametrize("name", ["3d", "1d", "unbatched"])
+def test_forward_mode(name: str) -> None:
+    problem = PROBLEMS[name]
+    tensors = arguments(problem)
+    forward = {"check_forward_ad": True, "check_batched_forward_grad": True, "fast_mode": True}
+    assert torch.autograd.gradcheck(lambda *t: ours(problem, *t), tensors, **forward)
+    # Of the other two operators too.
+    assert torch.autograd.gradgradcheck(lambda *t: ours(problem, *t), tensors, check_fwd_over_rev=True, fast_mode=True)
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_tangents_of_dual_tensors(which: tuple[int, ...], requires_grad: bool) -> None:
+    from torch.autograd import forward_ad
+
+    tensors = arguments(PROBLEM, requires_grad=requires_grad)
+
+    def tangent(function: Callable[..., Any]) -> Any:
+        duals = [forward_ad.make_dual(t, 2 * t.detach()) if i in which else t for i, t in enumerate(tensors)]
+        return forward_ad.unpack_dual(function(PROBLEM, *duals)).tangent
+
+    with forward_ad.dual_level():
+        expected, got = tangent(theirs), tangent(ours)
+        torch.testing.assert_close(got, expected)
+        with torch.no_grad(), torch.device("cpu"):
+            torch.testing.assert_close(tangent(ours), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(tangent(ours), expected)  # which leaves float64 alone
+        if requires_grad:
+            for one, other in zip(
+                torch.autograd.grad(got.square().sum(), tensors, allow_unused=True),
+                torch.autograd.grad(expected.square().sum(), tensors, allow_unused=True),
+                strict=True,
+            ):
+                torch.testing.assert_close(one, other)
+
+
+def test_jacobians_and_hessian() -> None:
+    x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEMS["1d"]))
+
+    def of_both(transform: Callable[..., Any]) -> list[Any]:
+        return [transform(lambda *t, f=f: f(PROBLEMS["1d"], *t).sin()) for f in (ours, theirs)]
+
+    for transform in (
+        lambda f: torch.func.jvp(f, (x, weight, bias), (weight.new_ones(x.shape), 2 * weight, 3 * bias)),
+        lambda f: torch.func.jacfwd(f, argnums=(0, 1, 2))(x, weight, bias),
+        lambda f: torch.func.hessian(lambda *t: f(*t).sum(), argnums=(0, 1, 2))(x[:1], weight, bias),
+        lambda f: torch.func.jacfwd(torch.func.jacfwd(lambda w: f(x[:1], w, bias).sum()))(weight),
+    ):
+        torch.testing.assert_close(*of_both(transform))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_forward_mode_and_compile(backend: str) -> None:
+    from torch.autograd import forward_ad
+
+    torch.compiler.reset()
+    x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEM))
+    compiled = torch.compile(lambda x: ours(PROBLEM, x, weight, bias), backend=backend)
+    torch.testing.assert_close(compiled(x), theirs(PROBLEM, x, weight, bias))
+    expected = theirs(PROBLEM, x, weight)
+    with forward_ad.dual_level():
+        torch.testing.assert_close(forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, x))).tangent, expected)
+    tangent = torch.compile(lambda x: torch.func.jvp(compiled, (x,), (x,))[1], backend=backend)
+    torch.testing.assert_close(tangent(x), expected)
+
+
 @settings(max_examples=25)
 @given(problems(longest=(4, 4, 4), longest_w=16, budget=0.02).map(symmetric), st.booleans())
 def test_random_problems(problem: Problem, channels_last: bool) -> None:
@@ -633,3 +700,15 @@ def test_array_api_refuses_what_requires_grad(role: str) -> None:
     tensors[role] = tensors[role].detach().requires_grad_()
     with pytest.raises(ValueError, match=rf"{role} requires grad.*cuconvt\.torch"):
         cuconvt.conv_transpose2d(**tensors)
+
+
+@pytest.mark.parametrize("role", ["x", "weight", "bias"])
+def test_array_api_refuses_dual_tensors(role: str) -> None:
+    from torch.autograd import forward_ad
+
+    tensors = {"x": X, "weight": W, "bias": torch.randn(3)}
+    with forward_ad.dual_level():
+        cuconvt.conv_transpose2d(**tensors)
+        tensors[role] = forward_ad.make_dual(tensors[role], tensors[role])
+        with pytest.raises(ValueError, match=rf"{role} is a dual tensor.*cuconvt\.torch"):
+            cuconvt.conv_transpose2d(**tensors)

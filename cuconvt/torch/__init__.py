@@ -2,8 +2,8 @@
 
 The functions `conv_transpose1d`, `conv_transpose2d`, `conv_transpose3d` have the signature of
 `torch.nn.functional`'s, the modules `ConvTranspose1d`, `ConvTranspose2d`, `ConvTranspose3d` are subclasses of
-`torch.nn`'s, and `replace_modules` swaps the layers of a model. They work with autograd (twice, too), `torch.func`,
-`torch.compile`, autocast and CUDA graphs.
+`torch.nn`'s, and `replace_modules` swaps the layers of a model. They work with autograd (also twice and
+in forward mode), `torch.func`, `torch.compile`, autocast and CUDA graphs.
 """
 
 from cuconvt.torch.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d

@@ -34,6 +34,7 @@ from torch._C import (
     _dispatch_tls_local_include_set,
     _ExcludeDispatchKeyGuard,
 )
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
@@ -70,6 +71,16 @@ class Node(torch.autograd.Function):
         *others, compute = arguments
         return compute(*others)
 
+    @staticmethod
+    def save_for_jvp(ctx: Any, *tensors: Tensor) -> None:
+        """Keep tensors for `jvp`, which is called at once if at all."""
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*tensors)
+
+
+class _Leaf(tuple[Any, ...]):
+    """A tuple that torch.func does not take apart, which forward mode under vmap cannot put together again."""
+
 
 class Operator:
     """A differentiable operator without side effects.
@@ -83,7 +94,7 @@ class Operator:
     fake : callable
         Returns an empty result, for tensors without memory.
     node : type
-        A `Node` with `setup_context` and `backward`, which must neither need nor mind the last argument.
+        A `Node` with `setup_context`, `backward` and `jvp`, which must neither need nor mind the last argument.
     """
 
     def __init__(
@@ -111,12 +122,15 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            return self.overload(*arguments)
+            if forward_ad._current_level < 0:
+                return self.overload(*arguments)
+            if torch.compiler.is_dynamo_compiling():  # else it is exporting, and calls what it traces
+                return torch.compiler.disable(self)(*arguments)
         tensors = [tensor for tensor in arguments[: self._tensors] if tensor is not None]
         if not has_torch_function(tensors):
             keys = _keys(tensors)
             if keys in _AUTOGRAD:
-                if torch.is_grad_enabled() and _any_requires_grad(*tensors):
+                if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
                     return self._record(*arguments, self._kernel)
                 return self._kernel(*arguments)
             if keys in _KERNEL:
@@ -124,13 +138,14 @@ class Operator:
         return self._call_overload(tensors, arguments)
 
     def _call_overload(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor:
-        if not _are_functorch_transforms_active() or any(map(_has_own_torch_function, tensors)):
+        transformed = _are_functorch_transforms_active() or forward_ad._current_level >= 0
+        if not transformed or any(map(_has_own_torch_function, tensors)):
             return self.overload(*arguments)
-        # A gradient formula registered at the dispatcher is unknown to torch.func; a Function is known.
+        # Of a formula registered at the dispatcher neither torch.func nor forward mode knows; of a Function's they do.
         device_type = tensors[0].device.type
         if self._cast is not None and torch.is_autocast_enabled(device_type):
             arguments = self._cast(torch.get_autocast_dtype(device_type), *arguments)
-        return self._node.apply(*arguments, self.overload)
+        return self._node.apply(*(_Leaf(a) if isinstance(a, tuple | list) else a for a in arguments), self.overload)
 
     def register_autocast(self, cast: Callable[..., tuple[Any, ...]]) -> None:
         """Under autocast, call the operator with what `cast` makes of autocast's dtype and the arguments."""

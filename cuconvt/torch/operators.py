@@ -7,7 +7,8 @@ convolution, I(w, g) its gradient with respect to x and W(x, g) the one with res
     I(w, g):  dw = W(di, g)   dg = T(di, w)
     W(x, g):  dx = I(dv, g)   dg = T(x, dv)
 
-so that they can be differentiated as often as one likes.
+so that they can be differentiated as often as one likes. In forward mode each is the sum of itself over the tangents:
+T(dx, w) + T(x, dw), and so on.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ class ConvTranspose(Node):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight = inputs[:2]
         ctx.x_shape, ctx.weight_shape, ctx.parameters = x.shape, weight.shape, inputs[3:9]
+        ctx.out_shape = output.shape
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        Node.save_for_jvp(ctx, x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -78,14 +81,23 @@ class ConvTranspose(Node):
             grad_bias = grad.sum([axis for axis in range(grad.dim()) if axis != channels])
         return grad_x, grad_weight, grad_bias, *_NO_GRADIENTS
 
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dw: Tensor | None, dbias: Tensor | None, *_: None) -> Tensor | None:
+        tangent = _bilinear_jvp(conv_transpose, ctx.saved_tensors, (dx, dw), None, *ctx.parameters)
+        if dbias is not None:
+            dbias = dbias.reshape(-1, *(1,) * (len(ctx.weight_shape) - 2))
+            tangent = dbias.expand(ctx.out_shape) if tangent is None else tangent + dbias
+        return tangent
+
 
 class ConvTransposeInput(Node):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         weight, grad_output = inputs[:2]
-        ctx.weight_shape, ctx.parameters = weight.shape, inputs[3:9]
+        ctx.x_shape, ctx.weight_shape, ctx.parameters = inputs[2], weight.shape, inputs[3:9]
         needs_weight, needs_grad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(weight if needs_grad else None, grad_output if needs_weight else None)
+        Node.save_for_jvp(ctx, weight, grad_output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -97,14 +109,19 @@ class ConvTransposeInput(Node):
             grad_grad_output = conv_transpose(grad, weight, None, *ctx.parameters)
         return grad_weight, grad_grad_output, None, *_NO_GRADIENTS
 
+    @staticmethod
+    def jvp(ctx: Any, dw: Tensor | None, dg: Tensor | None, *_: None) -> Tensor | None:
+        return _bilinear_jvp(conv_transpose_input, ctx.saved_tensors, (dw, dg), ctx.x_shape, *ctx.parameters)
+
 
 class ConvTransposeWeight(Node):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, grad_output = inputs[:2]
-        ctx.x_shape, ctx.parameters = x.shape, inputs[3:9]
+        ctx.x_shape, ctx.weight_shape, ctx.parameters = x.shape, inputs[2], inputs[3:9]
         needs_x, needs_grad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_grad else None, grad_output if needs_x else None)
+        Node.save_for_jvp(ctx, x, grad_output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -115,6 +132,22 @@ class ConvTransposeWeight(Node):
         if ctx.needs_input_grad[1]:
             grad_grad_output = conv_transpose(x, grad, None, *ctx.parameters)
         return grad_x, grad_grad_output, None, *_NO_GRADIENTS
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor | None, dg: Tensor | None, *_: None) -> Tensor | None:
+        return _bilinear_jvp(conv_transpose_weight, ctx.saved_tensors, (dx, dg), ctx.weight_shape, *ctx.parameters)
+
+
+def _bilinear_jvp(
+    operator: Operator, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], *others: Any
+) -> Tensor | None:
+    """Return the tangent of an operator of two tensors, of which at least one has a tangent, else None."""
+    (first, second), (d_first, d_second) = tensors, tangents
+    from_first = None if d_first is None else operator(d_first, second, *others)
+    if d_second is None:
+        return from_first
+    from_second = operator(first, d_second, *others)
+    return from_second if from_first is None else from_first + from_second
 
 
 def _cast(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Any) -> tuple[Any, ...]:
