@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import doctest
+import inspect
 import io
 import pickle
 import re
@@ -520,6 +521,23 @@ def test_module_is_that_of_torch(rank: int) -> None:
         torch.testing.assert_close(layer(x, output_size=size), reference(x, output_size=size))
     with pytest.raises(ValueError, match="requested an output size"):
         layer(x, output_size=[100] * rank)
+
+
+@pytest.mark.parametrize("rank", LAYERS)
+def test_constructor_is_that_of_torch(rank: int) -> None:
+    theirs, ours = (getattr(module, f"ConvTranspose{rank}d") for module in (torch.nn, ct))
+    own = dict(inspect.signature(ours).parameters)
+    precision = own.pop("precision")
+    assert precision.kind is precision.KEYWORD_ONLY
+    expected = inspect.signature(theirs).parameters
+    assert [(p.name, p.kind, p.default) for p in own.values()] == [
+        (p.name, p.kind, p.default) for p in expected.values()
+    ]
+    arguments = (4, 6, 3, 2, 1, 1, 2, False, 3, "zeros", "meta", torch.float64)
+    assert repr(ours(*arguments)) == repr(theirs(*arguments))
+    assert ours(*arguments).weight.is_meta
+    assert ours(*arguments).weight.dtype == torch.float64
+    assert type(torch.nn.utils.skip_init(ours, 4, 6, 3, precision="ieee")) is ours
 
 
 @pytest.mark.parametrize("rank", LAYERS)

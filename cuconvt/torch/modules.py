@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from cuconvt.torch.functional import IntOrInts
 from cuconvt.torch.operators import conv_transpose
 
 
@@ -16,8 +17,25 @@ class _ConvTranspose(nn.modules.conv._ConvTransposeNd):
 
     precision: str | None = None  # also of a module that `replace_modules` has taken over
 
-    def __init__(self, *args: Any, precision: str | None = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntOrInts,
+        stride: IntOrInts = 1,
+        padding: IntOrInts = 0,
+        output_padding: IntOrInts = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: IntOrInts = 1,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        precision: str | None = None,
+    ):
+        sizes = (kernel_size, stride, padding, output_padding)
+        super().__init__(in_channels, out_channels, *sizes, groups, bias, dilation, padding_mode, device, dtype)
         self.precision = precision
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -56,7 +74,8 @@ class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
 
     Parameters
     ----------
-    *args, **kwargs
+    in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+    padding_mode, device, dtype
         As in `torch.nn.ConvTranspose1d`.
     precision : {"tf32x3", "ieee", "tf32"}, optional
         How float32 is multiplied; None is "tf32x3", as accurate as float32.
@@ -68,7 +87,8 @@ class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
 
     Parameters
     ----------
-    *args, **kwargs
+    in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+    padding_mode, device, dtype
         As in `torch.nn.ConvTranspose2d`.
     precision : {"tf32x3", "ieee", "tf32"}, optional
         How float32 is multiplied; None is "tf32x3", as accurate as float32.
@@ -80,7 +100,8 @@ class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
 
     Parameters
     ----------
-    *args, **kwargs
+    in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+    padding_mode, device, dtype
         As in `torch.nn.ConvTranspose3d`.
     precision : {"tf32x3", "ieee", "tf32"}, optional
         How float32 is multiplied; None is "tf32x3", as accurate as float32.
