@@ -28,24 +28,24 @@ def check_dtypes(arrays: dict[str, Any]) -> None:
             raise TypeError(f"{role} must have {first}'s dtype {x.dtype.name}, got {array.dtype.name}")
 
 
+def check_precision_name(precision: Any) -> None:
+    """Raise TypeError or ValueError unless a precision is None or known."""
+    if precision is None or (isinstance(precision, str) and precision in PRECISIONS):
+        return
+    rule = f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}"
+    if not isinstance(precision, str):
+        raise TypeError(f"{rule} of type {type(precision).__name__}")
+    raise ValueError(rule)
+
+
 def check_precision(precision: str | None, dtype: Any) -> str | None:
     """Return the precision to compute float32 with, or None for the other dtypes."""
-    if precision is not None and not isinstance(precision, str):
-        raise TypeError(
-            f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, "
-            f"got {precision!r} of type {type(precision).__name__}"
-        )
-    if dtype != np.float32:
-        if precision is not None:
-            raise ValueError(
-                f"precision must be None for {dtype.name}, got {precision!r}: it chooses among float32 modes"
-            )
-        return None
-    if precision is None:
-        return PRECISIONS[0]
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
-    return precision
+    check_precision_name(precision)
+    if dtype == np.float32:
+        return PRECISIONS[0] if precision is None else precision
+    if precision is not None:
+        raise ValueError(f"precision must be None for {dtype.name}, got {precision!r}: it chooses among float32 modes")
+    return None
 
 
 def check_out(out: Any, shape: tuple[int, ...], inputs: dict[str, Any]) -> None:

@@ -612,6 +612,19 @@ def test_replace_modules() -> None:
     copy.deepcopy(model)
 
 
+@pytest.mark.parametrize(("precision", "error"), [("fp32", ValueError), (16, TypeError), (["tf32"], TypeError)])
+def test_unknown_precision_is_refused_before_anything_is_changed(precision: Any, error: Any) -> None:
+    match = "precision must be None or one of 'tf32x3', 'ieee', 'tf32', got " + re.escape(repr(precision))
+    with pytest.raises(error, match=match):
+        ct.ConvTranspose2d(2, 3, 2, precision=precision)
+    model = toy_model()
+    with pytest.raises(error, match=match):
+        ct.replace_modules(model, precision=precision)
+    assert ct.replace_modules(model) == 2
+    with pytest.raises(error, match=match):
+        ct.conv_transpose2d(X, W, precision=precision)
+
+
 def test_doctest() -> None:
     assert doctest.testmod(modules) == (0, 5)
 

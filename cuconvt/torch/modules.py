@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from cuconvt.checks import check_precision_name
 from cuconvt.torch.functional import IntOrInts
 from cuconvt.torch.operators import conv_transpose
 
@@ -34,6 +35,7 @@ class _ConvTranspose(nn.modules.conv._ConvTransposeNd):
         *,
         precision: str | None = None,
     ):
+        check_precision_name(precision)
         sizes = (kernel_size, stride, padding, output_padding)
         super().__init__(in_channels, out_channels, *sizes, groups, bias, dilation, padding_mode, device, dtype)
         self.precision = precision
@@ -144,6 +146,7 @@ def replace_modules(model: nn.Module, *, precision: str | None = None) -> int:
     >>> type(model[0])
     <class 'cuconvt.torch.modules.ConvTranspose2d'>
     """
+    check_precision_name(precision)
     swapped = 0
     for module in model.modules():
         replacement = _replacement(module)
