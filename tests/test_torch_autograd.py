@@ -276,6 +276,44 @@ def test_memory_format(name: str) -> None:
     functional.relu(ours(problem, x_last, weight, *bias), inplace=True).sum().backward()
 
 
+# Contiguous in both memory formats: with one channel or one position, of the input, the weight or the result.
+@pytest.mark.parametrize("shape", [(2, 4, 1, 1), (2, 1, 3, 5), (2, 1, 1, 1), (1, 1, 3, 1)])
+@pytest.mark.parametrize("x_last", [False, True])
+@pytest.mark.parametrize("weight_last", [False, True])
+def test_memory_format_of_what_is_in_both(shape: tuple[int, ...], x_last: bool, weight_last: bool) -> None:
+    for c_out, kernel in ((3, 2), (3, 1), (1, 2)):
+        x, weight = torch.randn(shape), torch.randn(shape[1], c_out, kernel, kernel)
+        x = x.to(memory_format=torch.channels_last) if x_last else x
+        weight = weight.to(memory_format=torch.channels_last) if weight_last else weight
+        x.requires_grad_()
+        results = []
+        for function in (functional.conv_transpose2d, ct.conv_transpose2d):
+            y = function(x, weight)
+            (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+            results.append([t.is_contiguous(memory_format=torch.channels_last) for t in (y, grad)])
+        assert results[0] == results[1]
+        fake = ct.conv_transpose2d(x.detach().to("meta"), weight.to("meta"))
+        assert fake.stride() == y.stride()
+
+
+def test_models_in_channels_last_stay_so() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.ConvTranspose2d(8, 6, 4), torch.nn.ConvTranspose2d(6, 1, 4, 2, 1))
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 1, 1)
+    expected = model(x)
+    ct.replace_modules(model)
+    assert is_channels_last(model[0](x), 2)
+    torch.testing.assert_close(model(x), expected)
+    torch.compiler.reset()
+    for dynamic in (False, True):
+        compiled = torch.compile(model[0], backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        assert compiled(x).stride() == model[0](x).stride()
+    plain = torch.randn(2, 8, 3, 3)
+    assert model[0](plain).is_contiguous()  # the input's own format, whatever the weight's
+    assert compiled(plain).is_contiguous()
+
+
 def test_views_and_neg_bit() -> None:
     x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEM))
     expected = ours(PROBLEM, x, weight, bias)

@@ -35,7 +35,8 @@ precision : {{"tf32x3", "ieee", "tf32"}}, optional
 Returns
 -------
 Tensor, shape (N, C_out, {axes}) or, unbatched, (C_out, {axes})
-    Channels-last in memory where the input is, else contiguous.
+    Channels-last in memory where the input is, else contiguous. Where the input is both, with one channel or one
+    position, its strides decide, or else the weight's.
 
 Raises
 ------

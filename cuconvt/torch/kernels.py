@@ -28,7 +28,7 @@ def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: 
     if result is None:
         check_tensors(x=x, weight=weight, bias=bias)
         geometry = _geometry(x.shape, weight.shape, None if bias is None else bias.shape, parameters)
-        result = result_like(x, geometry.out_shape, geometry.rank)
+        result = result_like(x, weight, geometry.out_shape, geometry.rank)
 
         def compute(views: list[Any], precision: str | None) -> Any:
             x, weight, bias, out = views
@@ -45,7 +45,7 @@ def conv_transpose_input(weight: Tensor, grad_output: Tensor, input_size: Ints, 
         check_tensors(grad_output=grad_output, weight=weight)
         geometry = _geometry(input_size, weight.shape, None, parameters)
         check_grad_output(tuple(grad_output.shape), geometry.out_shape)
-        result = result_like(grad_output, geometry.x_shape, geometry.rank)
+        result = result_like(grad_output, weight, geometry.x_shape, geometry.rank)
 
         def compute(views: list[Any], precision: str | None) -> Any:
             grad_output, weight, out = views
@@ -86,10 +86,17 @@ def check_tensors(**tensors: Tensor | None) -> None:
             )
 
 
-def result_like(tensor: Tensor, shape: Ints, rank: int) -> Tensor:
-    """Return an uninitialised tensor, channels-last in memory where `tensor` is, unless that is contiguous too."""
+def result_like(tensor: Tensor, weight: Tensor, shape: Ints, rank: int) -> Tensor:
+    """Return an uninitialised tensor, channels-last in memory where `tensor` is.
+
+    One channel, or one position, is contiguous either way. Then the strides along axes of one element decide, those of
+    `tensor` or else of the weight, as they do in PyTorch's layers.
+    """
     channels = len(shape) - rank - 1
-    if tensor.is_contiguous() or not tensor.movedim(channels, -1).is_contiguous():
+    either = tensor.is_contiguous()
+    if not tensor.movedim(channels, -1).is_contiguous() or (
+        either and not _in_order_of_channels_last(tensor, channels) and not _in_order_of_channels_last(weight, 1)
+    ):
         return tensor.new_empty(tuple(shape))
     # Strides, since a permuted tensor would be a view, which in-place operators after an autograd node refuse.
     strides = [0] * len(shape)
@@ -98,6 +105,18 @@ def result_like(tensor: Tensor, shape: Ints, rank: int) -> Tensor:
         strides[axis] = step
         step = step * shape[axis]
     return tensor.new_empty_strided(tuple(shape), tuple(strides))
+
+
+def _in_order_of_channels_last(tensor: Tensor, channels: int) -> bool:
+    """Return whether strides grow from the channels over the last to the first axis: how PyTorch tells the format."""
+    shape, strides = tensor.shape, tensor.stride()
+    least = 1
+    for axis in (channels, *range(len(shape) - 1, channels, -1), *range(channels)):
+        # Equal strides of all axes are those of either format, and taken for contiguous.
+        if strides[axis] < least or (axis < channels and least == strides[channels]):
+            return False
+        least = strides[axis] * shape[axis]
+    return True
 
 
 def _geometry(x_shape: Ints, weight_shape: Ints, bias_shape: Ints | None, parameters: Sequence[Any]) -> Geometry:

@@ -47,11 +47,11 @@ def _fake_conv_transpose(
     bias_shape = None if bias is None else tuple(bias.shape)
     # Not by way of the memo, which cannot hold symbolic extents.
     geometry = make_geometry.__wrapped__(rank, tuple(x.shape), tuple(weight.shape), bias_shape, *normalised)
-    return result_like(x, geometry.out_shape, rank)
+    return result_like(x, weight, geometry.out_shape, rank)
 
 
 def _fake_input(weight: Tensor, grad_output: Tensor, input_size: Ints, stride: Ints, *parameters: Any) -> Tensor:
-    return result_like(grad_output, input_size, len(stride))
+    return result_like(grad_output, weight, input_size, len(stride))
 
 
 def _fake_weight(x: Tensor, grad_output: Tensor, weight_size: Ints, *parameters: Any) -> Tensor:
