@@ -500,6 +500,34 @@ def test_equal_parameters_of_another_type_are_another_call() -> None:
     assert _slot("conv_transpose", 3, 2, 2, 2.0) is not _slot("conv_transpose", 3, 2, 2, 2)
 
 
+def test_only_numbers_that_stay_are_remembered() -> None:
+    pytest.importorskip("cupy")
+    from cuconvt.torch import kernels
+
+    def is_remembered(*parameters: Any) -> bool:
+        slot, result = kernels.Slot(), torch.empty(1, 3, 7, 7)
+        kernels._first_call({"x": X, "weight": W}, (*parameters, None), lambda *_: "launched", slot, result)
+        return slot.warm_call is not None
+
+    ones, zeros, number = (1, 1), [0, 0], torch.tensor(1)  # a number that can change in place
+    assert is_remembered(ones, zeros, zeros, 1, ones)
+    assert not is_remembered((1, number), zeros, zeros, 1, ones)
+    assert not is_remembered(ones, zeros, zeros, number, ones)
+
+
+@pytest.mark.parametrize("precision", [["tf32"], {}])
+def test_unhashable_precision_is_left_to_the_checks(precision: Any) -> None:
+    from cuconvt.torch import kernels
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    parameters = ((1, 1), (0, 0), (0, 0), 1, (1, 1))
+    tensors = (X.as_subclass(OnGpu), W.as_subclass(OnGpu), None)
+    assert kernels._slot_of("conv_transpose", tensors, (), (*parameters, None)) is not None
+    assert kernels._slot_of("conv_transpose", tensors, (), (*parameters, precision)) is None
+
+
 # Autocast.
 
 
@@ -751,16 +779,25 @@ def test_errors_are_those_of_torch(name: str, requires_grad: bool, monkeypatch: 
         ct.conv_transpose2d(x, weight, **keywords)
 
 
-@pytest.mark.parametrize("value", [1.0, "1", None])
-def test_wrong_types(value: Any) -> None:
+@pytest.mark.parametrize("value", [1.0, "1", None, True, (1, 1.0), (True, 1), ((1, 0), (0, 1)), torch.tensor([1, 1])])
+@pytest.mark.parametrize("name", ["stride", "padding", "output_padding", "dilation"])
+def test_wrong_types(name: str, value: Any) -> None:
     for function in (functional.conv_transpose2d, ct.conv_transpose2d):
-        with pytest.raises(TypeError):
-            function(X, W, stride=value)
+        with pytest.raises(TypeError, match=name):
+            function(X, W, **{name: value})
 
 
 def test_one_value_stands_for_all_axes() -> None:
     y = functional.conv_transpose2d(X, W, None, (2,), [1], (1,))
     torch.testing.assert_close(ct.conv_transpose2d(X, W, None, (2,), [1], (1,)), y)
+
+
+@pytest.mark.parametrize(
+    "value", [2, (2, 1), [2, 1], torch.Size([2, 1]), np.int64(2), (np.int32(2), 1), torch.tensor(2)]
+)
+def test_integers_of_other_types(value: Any) -> None:
+    y = functional.conv_transpose2d(X, W, None, value)
+    torch.testing.assert_close(ct.conv_transpose2d(X, W, None, value), y)
 
 
 @pytest.mark.parametrize("role", ["x", "weight", "bias", "out"])

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from cuconvt.torch.operators import conv_transpose
@@ -42,6 +45,8 @@ Raises
 ------
 ValueError, RuntimeError
     A shape, a parameter, a dtype or a device does not fit. Nothing is launched then.
+TypeError
+    A parameter is not an integer.
 """
 
 
@@ -125,12 +130,29 @@ def _conv_transpose(
 
 
 def _one_an_axis(name: str, value: Any, rank: int) -> tuple[int, ...]:
-    """Return `rank` values; a sequence of one stands for all axes, as it does in PyTorch."""
+    """Return `rank` integers; a sequence of one stands for all axes, as it does in PyTorch."""
+    if type(value) is int:
+        return (value,) * rank
     if type(value) is tuple and len(value) == rank:
-        return value
+        for item in value:
+            if type(item) is not int:
+                break
+        else:
+            return value
     values = tuple(value) if isinstance(value, Sequence) else (value,)
     if len(values) == 1:
-        return values * rank
+        values *= rank
     if len(values) != rank:
         raise ValueError(f"{name} must be an integer or {rank} of them, one an axis, got {value!r}")
-    return values
+    return tuple(_integer(name, item) for item in values)
+
+
+def _integer(name: str, value: Any) -> Any:
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value
+    try:
+        if not isinstance(value, bool | np.bool_):  # older NumPy lets its own pass as an index
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an integer or one an axis, got {value!r} of type {type(value).__name__}")

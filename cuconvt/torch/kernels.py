@@ -138,7 +138,7 @@ def _first_call(
 
     def launch(views: list[Any], precision: str | None) -> None:
         launched = compute(views, precision)
-        if slot is not None and launched is not None:
+        if slot is not None and launched is not None and _all_int(parameters):
             from cuconvt.torch.launches import WarmCall
 
             slot.warm_call = WarmCall(launched, result)
@@ -152,12 +152,22 @@ def _slot_of(operation: str, tensors: Sequence[Tensor | None], size: Ints, param
         return None
     stride, padding, output_padding, groups, dilation, precision = parameters
     keys = [None if tensor is None else _key(tensor) for tensor in tensors]
-    return _slot(operation, *keys, *size, len(stride), *stride, *padding, *output_padding, groups, *dilation, precision)
+    numbers = (*size, len(stride), *stride, *padding, *output_padding, groups, *dilation)
+    try:
+        return _slot(operation, *keys, *numbers, precision)
+    except TypeError:  # not hashable, and so nothing valid: the first call says what
+        return None
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # typed: 2 and 2.0 are equal, and only the first is a valid stride
 def _slot(*call: Any) -> Slot:
     return Slot()
+
+
+def _all_int(parameters: Sequence[Any]) -> bool:
+    """Return whether no number is of another type, such as a tensor, which is equal to itself when it has changed."""
+    stride, padding, output_padding, groups, dilation, _ = parameters
+    return all(type(number) is int for number in (*stride, *padding, *output_padding, groups, *dilation))
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
