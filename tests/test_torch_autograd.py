@@ -7,6 +7,7 @@ import dataclasses
 import doctest
 import inspect
 import io
+import itertools
 import pickle
 import re
 from collections.abc import Callable
@@ -388,6 +389,12 @@ def test_export() -> None:
     x = torch.randn(2, 2, 9)
     torch.testing.assert_close(program.module()(x), layer(x))
     assert "cuconvt.conv_transpose" in str(program.graph)
+
+
+def test_symbolic_trace() -> None:
+    layer = ct.ConvTranspose2d(4, 3, 2, stride=2)
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(layer, torch.nn.ReLU()))
+    assert torch.equal(traced(X), layer(X).relu())
 
 
 def test_fake_and_meta_tensors() -> None:
@@ -785,6 +792,32 @@ def test_wrong_types(name: str, value: Any) -> None:
     for function in (functional.conv_transpose2d, ct.conv_transpose2d):
         with pytest.raises(TypeError, match=name):
             function(X, W, **{name: value})
+
+
+NO_TENSORS = (np.ones((4, 3, 3, 3)), [1.0, 2.0, 3.0], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("x", None), ("weight", None), *itertools.product(("x", "weight", "bias"), NO_TENSORS)]
+)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_is_not_a_tensor(name: str, value: Any, requires_grad: bool) -> None:
+    tensors = {"x": X.clone(), "weight": W.clone(), "bias": torch.zeros(3)}
+    for tensor in tensors.values():
+        tensor.requires_grad_(requires_grad)
+    tensors[name] = value
+    with pytest.raises(TypeError):
+        functional.conv_transpose2d(*tensors.values())
+    match = f"{name} must be a torch.Tensor, got {type(value).__name__}"
+    with pytest.raises(TypeError, match=match):
+        ct.conv_transpose2d(*tensors.values())
+    with torch.device("cpu"), pytest.raises(TypeError, match=match):
+        ct.conv_transpose2d(*tensors.values())
+    with torch.autocast("cpu"), pytest.raises(TypeError, match=match):
+        ct.conv_transpose2d(*tensors.values())
+    if name != "x":
+        with pytest.raises(TypeError, match=match):
+            torch.func.vmap(lambda x: ct.conv_transpose2d(x, *list(tensors.values())[1:]))(X[None])
 
 
 def test_one_value_stands_for_all_axes() -> None:

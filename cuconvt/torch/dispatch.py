@@ -36,7 +36,7 @@ from torch._C import (
 )
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.overrides import has_torch_function
+from torch.overrides import has_torch_function, is_tensor_like
 
 NAMESPACE = "cuconvt"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -113,7 +113,9 @@ class Operator:
         torch.library.register_autograd(qualified, node.backward, setup_context=node.setup_context, lib=_LIBRARY)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         self._name = name
-        self._tensors = sum("Tensor" in str(argument.type) for argument in self.overload._schema.arguments)
+        kinds = {a.name: str(a.type) for a in self.overload._schema.arguments}
+        self._tensors = [(name, "Optional" in kind) for name, kind in kinds.items() if "Tensor" in kind]
+        self._count = len(self._tensors)
         self._kernel = kernel
         self._node = node
         self._cast: Callable[..., tuple[Any, ...]] | None = None
@@ -126,9 +128,12 @@ class Operator:
                 return self.overload(*arguments)
             if torch.compiler.is_dynamo_compiling():  # else it is exporting, and calls what it traces
                 return torch.compiler.disable(self)(*arguments)
-        tensors = [tensor for tensor in arguments[: self._tensors] if tensor is not None]
+        tensors = [tensor for tensor in arguments[: self._count] if tensor is not None]
         if not has_torch_function(tensors):
-            keys = _keys(tensors)
+            try:
+                keys = _keys(tensors)
+            except TypeError:  # one is no tensor
+                return self._call_overload(tensors, arguments)
             if keys in _AUTOGRAD:
                 if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
                     return self._record(*arguments, self._kernel)
@@ -138,6 +143,8 @@ class Operator:
         return self._call_overload(tensors, arguments)
 
     def _call_overload(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor:
+        for (name, optional), value in zip(self._tensors, arguments, strict=False):
+            check_is_tensor(name, value, optional)
         transformed = _are_functorch_transforms_active() or forward_ad._current_level >= 0
         if not transformed or any(map(_has_own_torch_function, tensors)):
             return self.overload(*arguments)
@@ -157,6 +164,12 @@ class Operator:
         assert self._cast is not None
         with _ExcludeDispatchKeyGuard(autocast):
             return self.overload(*self._cast(torch.get_autocast_dtype(device_type), *arguments))
+
+
+def check_is_tensor(name: str, value: Any, optional: bool) -> None:
+    """Raise TypeError unless an argument is a tensor or stands for one, or is None where it is optional."""
+    if not is_tensor_like(value) and not (optional and value is None):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def _keys(tensors: Sequence[Tensor]) -> int:

@@ -46,7 +46,7 @@ Raises
 ValueError, RuntimeError
     A shape, a parameter, a dtype or a device does not fit. Nothing is launched then.
 TypeError
-    A parameter is not an integer.
+    An argument is not a tensor, or a parameter not an integer.
 """
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from cuconvt import backends
 from cuconvt.geometry import Geometry, check_grad_output, make_geometry, normalise
 from cuconvt.steps import Call
+from cuconvt.torch.dispatch import check_is_tensor
 from cuconvt.warm import ALIGNMENT, Slot
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -74,6 +75,8 @@ def conv_transpose_weight(x: Tensor, grad_output: Tensor, weight_size: Ints, *pa
 
 def check_tensors(**tensors: Tensor | None) -> None:
     """Raise RuntimeError, as PyTorch does, unless all tensors have one supported dtype and are on one device."""
+    for name, tensor in tensors.items():
+        check_is_tensor(name, tensor, optional=name == "bias")
     (first, x), *others = tensors.items()
     assert x is not None
     if x.dtype not in _DTYPES:
