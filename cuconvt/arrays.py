@@ -91,9 +91,16 @@ class TorchBridge(Bridge):
         return (array.device.type, array.device.index or 0)
 
     def check(self, role: str, array: Any) -> None:
-        if array.layout is not sys.modules["torch"].strided:
+        torch = sys.modules["torch"]
+        transformed = torch._C._are_functorch_transforms_active()
+        if torch.jit.is_tracing() or (transformed and torch._C._functorch.is_functorch_wrapped_tensor(array)):
+            raise TypeError(
+                f"{role} is traced by torch.jit.trace or a torch.func transform, such as torch.vmap, which cannot look "
+                f"inside this function: use cuconvt.torch"
+            )
+        if array.layout is not torch.strided:
             raise TypeError(f"{role} must be a strided tensor, got layout {array.layout}")
-        if array.requires_grad and sys.modules["torch"].is_grad_enabled():
+        if array.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{role} requires grad, and this function records no gradient: pass {role}.detach(), call it under "
                 f"torch.no_grad(), or use cuconvt.torch, whose functions do"

@@ -851,3 +851,28 @@ def test_array_api_refuses_dual_tensors(role: str) -> None:
         tensors[role] = forward_ad.make_dual(tensors[role], tensors[role])
         with pytest.raises(ValueError, match=rf"{role} is a dual tensor.*cuconvt\.torch"):
             cuconvt.conv_transpose2d(**tensors)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.jit.trace(f, (X, W)),
+        lambda f: torch.vmap(f, (0, None))(X[None], W),
+        lambda f: torch.vmap(f, (None, 0))(X, W[None]),
+        lambda f: torch.func.grad(lambda x, w: f(x, w).sum())(X, W),
+        lambda f: torch.func.jvp(f, (X, W), (X, W)),
+    ],
+)
+def test_array_api_refuses_what_is_traced(transform: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"(x|weight) is traced by torch\.jit\.trace or a torch\.func.*cuconvt\.torch"):
+        transform(cuconvt.conv_transpose2d)
+    transform(ct.conv_transpose2d)
+
+
+def test_jit_trace() -> None:
+    layer = ct.ConvTranspose2d(4, 3, 2, stride=2)
+    traced = torch.jit.trace(layer, X)
+    other = torch.randn(2, 4, 3, 6)
+    assert torch.equal(traced(other), layer(other))
+    traced(other).sum().backward()
+    assert layer.weight.grad is not None
