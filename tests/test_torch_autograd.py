@@ -470,6 +470,27 @@ def test_tensor_subclass_and_modes_see_the_operator() -> None:
     assert type(ours(PROBLEM, x.detach().as_subclass(Subclass), weight, bias)) is Subclass
 
 
+@pytest.mark.parametrize("name", ["3d", "2d", "1d", "unbatched"])
+def test_flops_are_counted_as_those_of_torch(name: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def counts(function: Callable[..., Any]) -> list[int]:
+        counted = []
+        for needed in ((), (0,), (1,), (0, 1)):
+            tensors = arguments(PROBLEMS[name], requires_grad=False)
+            for i in needed:
+                tensors[i].requires_grad_()
+            with FlopCounterMode(display=False) as counter:
+                y = function(PROBLEMS[name], *tensors)
+                if needed:
+                    y.sum().backward()
+            counted.append(counter.get_total_flops())
+        return counted
+
+    assert counts(ours) == counts(theirs)
+    assert counts(ours)[0] > 0
+
+
 def test_checkpoint() -> None:
     x, weight, bias = arguments(PROBLEM)
     y = torch.utils.checkpoint.checkpoint(lambda x: ours(PROBLEM, x, weight, bias), x, use_reentrant=False)

@@ -6,6 +6,7 @@ The functions `conv_transpose1d`, `conv_transpose2d`, `conv_transpose3d` have th
 in forward mode), `torch.func`, `torch.compile`, autocast and CUDA graphs.
 """
 
+import cuconvt.torch.flops  # noqa: F401
 from cuconvt.torch.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from cuconvt.torch.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, replace_modules
 
