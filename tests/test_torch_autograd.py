@@ -897,3 +897,23 @@ def test_jit_trace() -> None:
     assert torch.equal(traced(other), layer(other))
     traced(other).sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("rank", LAYERS)
+@pytest.mark.parametrize("precision", [None, "ieee"])
+def test_jit_script(rank: int, precision: str | None) -> None:
+    reference, layer = layers(rank)
+    ct.replace_modules(reference, precision=precision)
+    x = torch.randn(2, layer.in_channels, *(5, 6, 7)[:rank])
+    for module in (layer, reference):
+        buffer = io.BytesIO()
+        torch.jit.save(torch.jit.script(torch.nn.Sequential(module)), buffer)
+        buffer.seek(0)
+        (loaded,) = torch.jit.load(buffer).children()
+        assert torch.equal(loaded(x), module(x))
+        size = list(module(x).shape[2:])
+        size[0] += 1 if rank < 3 else -1  # the third has an output padding, which cannot be more
+        assert torch.equal(loaded(x, size), module(x, size))
+        loaded(x).sum().backward()
+        assert loaded.weight.grad is not None

@@ -1,10 +1,12 @@
-"""ConvTranspose1d, ConvTranspose2d and ConvTranspose3d in place of `torch.nn`'s, and the swap of a model's layers."""
-# ruff: noqa: A002  (`input` is the name that torch.nn gives it)
+"""ConvTranspose1d, ConvTranspose2d and ConvTranspose3d in place of `torch.nn`'s, and the swap of a model's layers.
 
-from __future__ import annotations
+Annotations are not deferred here, since torch.jit.script evaluates those of the layers.
+"""
+# ruff: noqa: A002  (`input` is the name that torch.nn gives it)
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -42,17 +44,18 @@ class _ConvTranspose(nn.modules.conv._ConvTransposeNd):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if self.padding_mode != "zeros":
-            raise ValueError(f"padding_mode must be 'zeros', got {self.padding_mode!r}")
-        output_padding = self.output_padding
-        if output_size is not None:
-            output_padding = self._output_padding(
+            raise ValueError(f"padding_mode must be 'zeros', got '{self.padding_mode}'")
+        if torch.jit.is_scripting():  # which knows operators of the dispatcher only
+            return torch.ops.cuconvt.conv_transpose(
                 input,
-                output_size,
+                self.weight,
+                self.bias,
                 self.stride,
                 self.padding,
-                self.kernel_size,
-                len(self.kernel_size),
+                self._padding_for_size(input, output_size),
+                self.groups,
                 self.dilation,
+                self.precision,
             )
         return conv_transpose(
             input,
@@ -60,10 +63,21 @@ class _ConvTranspose(nn.modules.conv._ConvTransposeNd):
             self.bias,
             self.stride,
             self.padding,
-            tuple(output_padding),
+            self.output_padding if output_size is None else tuple(self._padding_for_size(input, output_size)),
             self.groups,
             self.dilation,
             self.precision,
+        )
+
+    def _padding_for_size(self, input: Tensor, output_size: list[int] | None) -> list[int]:
+        return self._output_padding(
+            input,
+            output_size,
+            self.stride,
+            self.padding,
+            self.kernel_size,
+            len(self.kernel_size),
+            self.dilation,
         )
 
     def extra_repr(self) -> str:
