@@ -397,6 +397,22 @@ def test_symbolic_trace() -> None:
     assert torch.equal(traced(X), layer(X).relu())
 
 
+def test_symbolic_trace_with_output_size() -> None:
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = ct.ConvTranspose2d(4, 3, 2, stride=2)
+
+        def forward(self, x: Any, skip: Any) -> Any:
+            return self.up(x, output_size=skip.shape[2:]) + skip
+
+    model = Decoder()
+    traced = torch.fx.symbolic_trace(model)
+    for extent in (10, 11):
+        skip = torch.randn(1, 3, extent, extent)
+        assert torch.equal(traced(X, skip), model(X, skip))
+
+
 def test_fake_and_meta_tensors() -> None:
     from torch._subclasses import FakeTensorMode
 

@@ -57,6 +57,10 @@ class _ConvTranspose(nn.modules.conv._ConvTransposeNd):
                 self.dilation,
                 self.precision,
             )
+        if output_size is not None and isinstance(input, torch.fx.Proxy):
+            # The padding follows from extents, which are not known yet: left as a whole, as torch.nn's layers are.
+            path = input.tracer.path_of_module(self)
+            return input.tracer.create_proxy("call_module", path, (input, output_size), {})
         return conv_transpose(
             input,
             self.weight,
