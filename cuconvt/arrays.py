@@ -146,7 +146,7 @@ def _has_tangent(tensor: Any) -> bool:
     forward_ad = torch.autograd.forward_ad
     if forward_ad._current_level < 0:
         return False
-    below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    below_autograd = torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.AutogradFunctionality)
     return not below_autograd and forward_ad.unpack_dual(tensor).tangent is not None
 
 

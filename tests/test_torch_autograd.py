@@ -178,6 +178,7 @@ def test_jacobians_and_hessian() -> None:
         lambda f: torch.func.jacfwd(f, argnums=(0, 1, 2))(x, weight, bias),
         lambda f: torch.func.hessian(lambda *t: f(*t).sum(), argnums=(0, 1, 2))(x[:1], weight, bias),
         lambda f: torch.func.jacfwd(torch.func.jacfwd(lambda w: f(x[:1], w, bias).sum()))(weight),
+        lambda f: torch.func.linearize(f, x, weight, bias)[1](x, weight, bias),
     ):
         torch.testing.assert_close(*of_both(transform))
 
@@ -194,6 +195,12 @@ def test_forward_mode_and_compile(backend: str) -> None:
     with forward_ad.dual_level():
         torch.testing.assert_close(forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, x))).tangent, expected)
     tangent = torch.compile(lambda x: torch.func.jvp(compiled, (x,), (x,))[1], backend=backend)
+    torch.testing.assert_close(tangent(x), expected)
+    torch.compiler.reset()
+    tangent = torch.compile(
+        lambda x: torch.func.jvp(lambda x: ours(PROBLEM, x, weight, bias).sin(), (x,), (x,))[1], backend=backend
+    )
+    _, expected = torch.func.jvp(lambda x: theirs(PROBLEM, x, weight, bias).sin(), (x,), (x,))
     torch.testing.assert_close(tangent(x), expected)
 
 
