@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import pytest
 from described import geometry_of
-from host_correlate_wgmma import EXTENTS, LARGEST_KERNEL, LONGEST, MAX_PRODUCTS, SHARED_BYTES, layout_of, smallest
+from host_correlate_wgmma import (
+    EXTENTS,
+    LARGEST_KERNEL,
+    LONGEST,
+    MAX_PRODUCTS,
+    SHARED_BYTES,
+    layout_of,
+    planned_by,
+    smallest,
+)
 from host_gradients import TENSOR_CORES, gradients_on_host, specialisation
-from strategies import Ints, Problem, Specialisation
+from strategies import Problem, Specialisation
 
-from cuconvt import plan as planning
 from cuconvt import plan_correlate_rows as rows
 from cuconvt.plan import Device, Plan, Refusal
-from cuconvt.plan_phase_wgmma import Box, Tile
+from cuconvt.plan_phase_wgmma import Tile
 
 WIDTHS = range(16, 40)  # that problems may have whose rows are copied in this way or that
 
@@ -128,27 +135,9 @@ def plan_for(this: Case, problem: Problem) -> Plan:
         )
 
 
-@contextmanager
-def planned_with(this: Case) -> Iterator[None]:
-    """Plan with the case's tile whatever it costs and, if it says so, indices of 64 bits and boxes of patches."""
-    all_boxes = rows.Work.boxes
-
-    def patched(work: rows.Work, tile: Tile, extents: Ints, of_rows: int = 0) -> list[Box]:
-        boxes = list(all_boxes(work, tile, extents, of_rows))
-        return [box for box in boxes if any(box.patches) and work.fits(tile, box, this.device)] or boxes
-
-    def plan(*problem: Any) -> Plan:
-        found = rows.plan_tile(*problem, this.tile)
-        assert isinstance(found, Plan), found
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "plan_correlate_rows", plan)
-        if this.index64:
-            patch.setattr(planning, "INDEX_LIMIT", 0)
-        if this.patches:
-            patch.setattr(rows.Work, "boxes", patched)
-        yield
+def planned_with(this: Case) -> AbstractContextManager[None]:
+    """Plan with the case's tile whatever it costs."""
+    return planned_by(rows, this, lambda *problem: rows.plan_tile(*problem, this.tile))
 
 
 @contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from strategies import Ints, Problem, Specialisation, case
 from cuconvt import plan as planning
 from cuconvt import plan_correlate_wgmma as wgmma
 from cuconvt.plan import Device, Layout, Plan, Refusal
+from cuconvt.plan_phase_wgmma import Box
 
 SHARED_BYTES = 227 * 1024
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
@@ -150,28 +152,37 @@ def plan_for(this: Case, problem: Problem) -> Plan:
 
 
 @contextmanager
-def planned_with(this: Case) -> Iterator[None]:
-    """Plan with the case's tile whatever it costs and, if it says so, indices of 64 bits and boxes of patches."""
-    all_boxes = wgmma.Work.boxes
+def planned_by(family: ModuleType, this: Any, find: Callable[..., Plan | Refusal]) -> Iterator[None]:
+    """Plan as `find` does and, if the case says so, with indices of 64 bits and boxes of patches."""
+    all_boxes = family.Work.boxes
 
-    def patched(work: wgmma.Work, tile: wgmma.Tile, extents: Ints, rows: int = 0) -> list[wgmma.Box]:
-        boxes = list(all_boxes(work, tile, extents, rows))
+    def patched(work: Any, tile: Any, extents: Ints, of_rows: int = 0) -> list[Box]:
+        boxes = list(all_boxes(work, tile, extents, of_rows))
         return [box for box in boxes if any(box.patches) and work.fits(tile, box, this.device)] or boxes
 
     def plan(*problem: Any) -> Plan:
-        # The result of a call without `out` may have another layout than the case's.
-        merge_w = this.tile.merge_w and not problem[2].x_channels_last
-        found = wgmma.plan_tile(*problem, dataclasses.replace(this.tile, merge_w=merge_w))
+        found = find(*problem)
         assert isinstance(found, Plan), found
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wgmma, "plan_correlate_wgmma", plan)
+        patch.setattr(family, family.__name__.rpartition(".")[2], plan)
         if this.index64:
             patch.setattr(planning, "INDEX_LIMIT", 0)
         if this.patches:
-            patch.setattr(wgmma.Work, "boxes", patched)
+            patch.setattr(family.Work, "boxes", patched)
         yield
+
+
+def planned_with(this: Case) -> AbstractContextManager[None]:
+    """Plan with the case's tile whatever it costs."""
+
+    def find(*problem: Any) -> Plan | Refusal:
+        # The result of a call without `out` may have another layout than the case's.
+        merge_w = this.tile.merge_w and not problem[2].x_channels_last
+        return wgmma.plan_tile(*problem, dataclasses.replace(this.tile, merge_w=merge_w))
+
+    return planned_by(wgmma, this, find)
 
 
 @contextmanager
