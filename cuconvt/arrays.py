@@ -133,7 +133,13 @@ class TorchBridge(Bridge):
         stream = StreamPointer(sys.modules["torch"].cuda.current_stream(array.device).cuda_stream)
         # Workspaces are PyTorch's memory too: one pool, and a CUDA graph keeps what it was captured with.
         allocator = cupy.cuda.using_allocator(torch_memory)
-        with cupy.cuda.Device(array.device.index), cupy.cuda.Stream.from_external(stream), allocator:
+        with (
+            cupy.cuda.Device(array.device.index),
+            # PyTorch remembers a current device of its own until it has used that one, and exports no other's tensors.
+            sys.modules["torch"].cuda.device(array.device),
+            cupy.cuda.Stream.from_external(stream),
+            allocator,
+        ):
             yield
 
     def empty(self, shape: Sequence[int], memory_order: Sequence[int], like: Any) -> Any:
@@ -176,7 +182,8 @@ class _TorchMemory:
 def torch_memory(size: int) -> Any:
     """Allocate for CuPy with PyTorch's allocator, on the current device and for PyTorch's current stream."""
     memory = sys.modules["cupy"].cuda
-    buffer = sys.modules["torch"].empty(size, dtype=sys.modules["torch"].uint8, device="cuda")
+    device = f"cuda:{memory.runtime.getDevice()}"  # PyTorch's own current device may be another (see `scope`)
+    buffer = sys.modules["torch"].empty(size, dtype=sys.modules["torch"].uint8, device=device)
     return memory.MemoryPointer(memory.UnownedMemory(buffer.data_ptr(), size, buffer, buffer.get_device()), 0)
 
 

@@ -110,14 +110,25 @@ def compile_kernel(source: str, arch: str, defines: Defines = ()) -> Compiled:
         nvrtc.destroyProgram(program)
 
 
-@functools.cache
 def load_kernel(source: str, entry: str, arch: str, defines: tuple[tuple[str, int], ...]) -> Any:
-    """Return the kernel as a `cuconvt.launch.Kernel`, from the cache or compiled now."""
+    """Return the kernel as a `cuconvt.launch.Kernel` of the current device, from the cache or compiled now."""
     import cupy
 
+    return _kernel(source, entry, arch, defines, cupy.cuda.runtime.getDevice())
+
+
+@functools.cache
+def _kernel(source: str, entry: str, arch: str, defines: tuple[tuple[str, int], ...], device_id: int) -> Any:
     from cuconvt.launch import Kernel
 
-    return Kernel(cupy.RawModule(path=str(cached_file(source, arch, defines))).get_function(entry))
+    return Kernel(_module(source, arch, defines).get_function(entry))  # whose function is the current device's
+
+
+@functools.cache
+def _module(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> Any:
+    import cupy
+
+    return cupy.RawModule(path=str(cached_file(source, arch, defines)))
 
 
 def cached_file(source: str, arch: str, defines: tuple[tuple[str, int], ...]) -> Path:

@@ -397,3 +397,41 @@ def test_without_nvrtc_the_error_says_what_to_install(monkeypatch: pytest.Monkey
             compiler.nvrtc_version()
     finally:
         compiler._nvrtc.cache_clear()
+
+
+# ---- what is loaded ----------------------------------------------------------------------------------------------
+
+
+def test_each_device_has_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy loads a module on each device; of a kernel, `ptr` is the current device's function."""
+    cupy, device, files = pytest.importorskip("cupy"), [0], []
+
+    class Module:
+        def __init__(self, path: str):
+            files.append(path)
+
+        def get_function(self, entry: str) -> SimpleNamespace:
+            number = 10 * ["gather", "gather_pack"].index(entry)
+
+            class Raw:
+                @property
+                def kernel(self) -> SimpleNamespace:
+                    return SimpleNamespace(ptr=number + device[0])
+
+            return Raw()
+
+    monkeypatch.setattr(cupy, "RawModule", Module)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: device[0])
+    monkeypatch.setattr(compiler, "cached_file", lambda *job: job)
+    for memo in (compiler._kernel, compiler._module):
+        memo.cache_clear()
+    try:
+        for device[0] in (0, 1, 0):
+            for number, entry in enumerate(("gather", "gather_pack")):
+                kernel = compiler.load_kernel("gather.cu", entry, "sm_90", QUICK)
+                assert kernel._function == 10 * number + device[0]
+                assert kernel is compiler.load_kernel("gather.cu", entry, "sm_90", QUICK)
+    finally:
+        for memo in (compiler._kernel, compiler._module):
+            memo.cache_clear()
+    assert len(files) == 1, "one file, whatever the entry points and devices"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,6 +155,29 @@ def test_second_device(torch: Any) -> None:
     Expected(PROBLEM, *PROBLEM.arrays(DTYPES["float32"])).assert_close(to_numpy(torch, y, "float32"))
     with pytest.raises(TypeError, match="weight must be on the same device as x, got cuda:0 and cuda:1"):
         call(PROBLEM, x, weight.to("cuda:0"), bias)
+
+
+ONLY_THE_SECOND = """
+import torch
+import cuconvt, cuconvt.torch
+
+x, weight = torch.randn(2, 6, 9, device="cuda:1"), torch.randn(6, 5, 4, device="cuda:1")
+expected = torch.nn.functional.conv_transpose1d(x.cpu().double(), weight.cpu().double(), stride=2)
+for _ in range(2):
+    own = weight.detach().requires_grad_()
+    for y in (cuconvt.conv_transpose1d(x, weight, stride=2), cuconvt.torch.conv_transpose1d(x, own, stride=2)):
+        assert y.device == x.device and torch.cuda.current_device() == 0
+        torch.testing.assert_close(y.detach().cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    y.sum().backward()
+    assert own.grad.device == x.device and own.grad.isfinite().all()
+"""
+
+
+def test_only_the_second_device_is_used(torch: Any) -> None:
+    """In a process where PyTorch's current device is the first one, which it has not used yet."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    subprocess.run([sys.executable, "-c", ONLY_THE_SECOND], check=True)
 
 
 # Errors; nothing is written to `out`.
