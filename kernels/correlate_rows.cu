@@ -265,13 +265,7 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[COLUMNS / 2], const 
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
         const Operand weights = b + (pair * PARTS + part_b) * OPERAND;
-#if DTYPE == FLOAT16
-        wgmma_f16_of_registers<COLUMNS>(sum, a.value[part_a][pair], weights, accumulate || pair > 0);
-#elif DTYPE == BFLOAT16
-        wgmma_bf16_of_registers<COLUMNS>(sum, a.value[part_a][pair], weights, accumulate || pair > 0);
-#else
-        wgmma_tf32_of_registers<COLUMNS>(sum, a.value[part_a][pair], weights, accumulate || pair > 0);
-#endif
+        multiply_add<COLUMNS>(sum, a.value[part_a][pair], weights, accumulate || pair > 0);
     }
 }
 

@@ -2,15 +2,8 @@
 // where the rows of A lie in a staged box, and how stages that asynchronous copies fill are handed over.
 #pragma once
 
-#include "common.cuh"
-#include "tf32.cuh"
+#include "pieces.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef PRECISION
-#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
-#endif
 #ifndef KERNEL_D
 #define KERNEL_D 3
 #define KERNEL_H 3
@@ -65,9 +58,6 @@
 #ifndef OUT_CHANNELS_LAST
 #define OUT_CHANNELS_LAST 0
 #endif
-#ifndef OUT_VECTOR  // so many channels of a channels-last result may be written at a time: 1, 4, or 8 of 16 bits
-#define OUT_VECTOR 1
-#endif
 #ifndef OUT_RUN  // so many outputs along W, which a thread holds, are written at a time; if it is 1, results are turned
 #define OUT_RUN 1
 #endif
@@ -80,8 +70,6 @@
 #define STAGER_REGISTERS 56
 #endif
 
-typedef Element<DTYPE>::Stored Stored;
-
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
 typedef Axis<KERNEL_H, STRIDE_H, DILATION_H> AxisH;
 typedef Axis<KERNEL_W, STRIDE_W, DILATION_W> AxisW;
@@ -93,8 +81,6 @@ constexpr int TEAM_THREADS = 128 * TEAM;
 constexpr int TEAMS = WORKERS / TEAM;
 constexpr int STAGERS = 128 * STAGER_GROUPS - 32;  // threads that stage x
 
-constexpr int PIECE = 16 / (int)sizeof(Stored);  // channels
-constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // high and low
 constexpr int TILE_C = 8 * TILES_C;
 constexpr int ROWS = 64 * TILES_M * TEAM;  // positions of a box, those of no use included
 constexpr int PLANES = PARTS * K_STEPS * 2;  // of a stage: [part][piece]
@@ -106,58 +92,6 @@ constexpr int BARRIERS = 2 * (TEAMS * X_STAGES + RING);
 constexpr int BARRIER_BYTES = round_up(8 * BARRIERS, 128);
 
 constexpr Index OUTSIDE = (Index)(INDEX64 ? 1ll << 46 : -(1ll << 31));  // an offset that no element has
-
-// ---- pieces ----------------------------------------------------------------------------------------------------------
-
-typedef Pack<unsigned, 4> Piece;  // 16 bytes of shared memory
-typedef Pack<Stored, PIECE> Channels;  // of one position
-
-__device__ __forceinline__ void zero(Half& value) { value.bits = 0; }
-__device__ __forceinline__ void zero(BFloat16& value) { value.bits = 0; }
-__device__ __forceinline__ void zero(float& value) { value = 0; }
-
-__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
-
-// The other way round, of the low bits.
-__device__ __forceinline__ void from_bits(unsigned bits, Half& value) { value.bits = (unsigned short)bits; }
-__device__ __forceinline__ void from_bits(unsigned bits, BFloat16& value) { value.bits = (unsigned short)bits; }
-__device__ __forceinline__ void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
-
-// One piece of a position, as its parts.
-__device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (sizeof(Stored) == 2) {
-            parts[0].value[i] = bits_of(c.value[2 * i % PIECE]) | bits_of(c.value[(2 * i + 1) % PIECE]) << 16;
-        } else if (PRECISION == TF32X3) {
-            split(widen(c.value[i]), parts[0].value[i], parts[PARTS - 1].value[i]);
-        } else {
-            parts[0].value[i] = to_tf32(widen(c.value[i]));
-        }
-    }
-}
-
-// A piece from as many words, of each the low or the high 16 bits.
-__device__ __forceinline__ Piece take_halves(const unsigned* words, int high) {
-    Piece piece;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) piece.value[i] = select_bytes(words[2 * i], words[2 * i + 1], high ? 0x7632 : 0x5410);
-    return piece;
-}
-
-template <int COLUMNS>
-__device__ __forceinline__ void multiply_add(float (&sum)[COLUMNS / 2], Operand a, Operand b,
-                                             bool accumulate) {
-#if DTYPE == FLOAT16
-    wgmma_f16<COLUMNS>(sum, a, b, accumulate);
-#elif DTYPE == BFLOAT16
-    wgmma_bf16<COLUMNS>(sum, a, b, accumulate);
-#else
-    wgmma_tf32<COLUMNS>(sum, a, b, accumulate);
-#endif
-}
 
 // ---- the box in shared memory ----------------------------------------------------------------------------------------
 

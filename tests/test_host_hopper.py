@@ -161,8 +161,8 @@ FAULTS = {
         "a wgmma of threads (0-127|128-255) read with no wait",
     ),
     "sums read before the wait": (
-        "        wgmma_wait<1>();\n",
-        '        wgmma_wait<1>();\n        if (sum[0] != sum[0]) printf(""), sum[0] = 0;\n',
+        "        wgmma_commit();\n        wgmma_wait<1>();\n",
+        '        wgmma_commit();\n        wgmma_wait<1>();\n        if (sum[0] != sum[0]) printf(""), sum[0] = 0;\n',
         "accumulator .* written before the wait",
     ),
     "no commit": ("        wgmma_commit();\n        wgmma_wait<1>", "        wgmma_wait<1>", ORDERED),

@@ -1,0 +1,79 @@
+// What the kernels for Hopper's tensor cores multiply: their dtype and precision, 16-byte pieces of channels, and the instruction.
+#pragma once
+
+#include "common.cuh"
+#include "tf32.cuh"
+
+#ifndef DTYPE
+#define DTYPE FLOAT32
+#endif
+#ifndef PRECISION
+#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
+#endif
+
+typedef Element<DTYPE>::Stored Stored;
+
+constexpr int PIECE = 16 / (int)sizeof(Stored);  // channels
+constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // high and low
+
+typedef Pack<unsigned, 4> Piece;  // 16 bytes of shared memory
+typedef Pack<Stored, PIECE> Channels;  // of one position
+
+__device__ __forceinline__ void zero(Half& value) { value.bits = 0; }
+__device__ __forceinline__ void zero(BFloat16& value) { value.bits = 0; }
+__device__ __forceinline__ void zero(float& value) { value = 0; }
+
+__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
+__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+
+// The other way round, of the low bits.
+__device__ __forceinline__ void from_bits(unsigned bits, Half& value) { value.bits = (unsigned short)bits; }
+__device__ __forceinline__ void from_bits(unsigned bits, BFloat16& value) { value.bits = (unsigned short)bits; }
+__device__ __forceinline__ void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
+
+// One piece of a position, as its parts.
+__device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (sizeof(Stored) == 2) {
+            parts[0].value[i] = bits_of(c.value[2 * i % PIECE]) | bits_of(c.value[(2 * i + 1) % PIECE]) << 16;
+        } else if (PRECISION == TF32X3) {
+            split(widen(c.value[i]), parts[0].value[i], parts[PARTS - 1].value[i]);
+        } else {
+            parts[0].value[i] = to_tf32(widen(c.value[i]));
+        }
+    }
+}
+
+// A piece from as many words, of each the low or the high 16 bits.
+__device__ __forceinline__ Piece take_halves(const unsigned* words, int high) {
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) piece.value[i] = select_bytes(words[2 * i], words[2 * i + 1], high ? 0x7632 : 0x5410);
+    return piece;
+}
+
+template <int COLUMNS>
+__device__ __forceinline__ void multiply_add(float (&sum)[COLUMNS / 2], Operand a, Operand b,
+                                             bool accumulate) {
+#if DTYPE == FLOAT16
+    wgmma_f16<COLUMNS>(sum, a, b, accumulate);
+#elif DTYPE == BFLOAT16
+    wgmma_bf16<COLUMNS>(sum, a, b, accumulate);
+#else
+    wgmma_tf32<COLUMNS>(sum, a, b, accumulate);
+#endif
+}
+
+// The same with A in registers.
+template <int COLUMNS>
+__device__ __forceinline__ void multiply_add(float (&sum)[COLUMNS / 2], const unsigned (&a)[4], Operand b, bool accumulate) {
+#if DTYPE == FLOAT16
+    wgmma_f16_of_registers<COLUMNS>(sum, a, b, accumulate);
+#elif DTYPE == BFLOAT16
+    wgmma_bf16_of_registers<COLUMNS>(sum, a, b, accumulate);
+#else
+    wgmma_tf32_of_registers<COLUMNS>(sum, a, b, accumulate);
+#endif
+}
