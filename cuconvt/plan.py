@@ -170,6 +170,7 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
     ValueError
         If no kernel can launch the problem; the message lists every refusal.
     """
+    from cuconvt.plan_disjoint import plan_disjoint
     from cuconvt.plan_few_channels import plan_few_channels
     from cuconvt.plan_gather import plan_gather
     from cuconvt.plan_narrow_groups import plan_narrow_groups
@@ -178,7 +179,14 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
 
     proposals = [
         family(geometry, dtype, layout, precision, device)
-        for family in (plan_phase_wgmma, plan_phase_gemm, plan_narrow_groups, plan_few_channels, plan_gather)
+        for family in (
+            plan_disjoint,
+            plan_phase_wgmma,
+            plan_phase_gemm,
+            plan_narrow_groups,
+            plan_few_channels,
+            plan_gather,
+        )
     ]
     return cheapest(geometry, dtype, precision, proposals)
 

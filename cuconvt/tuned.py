@@ -18,7 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cuconvt import plan_few_channels, plan_gather, plan_narrow_groups, plan_phase_gemm, plan_phase_wgmma
+from cuconvt import (
+    plan_disjoint,
+    plan_few_channels,
+    plan_gather,
+    plan_narrow_groups,
+    plan_phase_gemm,
+    plan_phase_wgmma,
+)
 from cuconvt.compile import _digest, _sources, cache_folder
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal, best_of, show
@@ -35,6 +42,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
+    "disjoint": Family(plan_disjoint.plan_disjoint, plan_disjoint.candidates, plan_disjoint.Tile),
     "phase_wgmma": Family(plan_phase_wgmma.plan_phase_wgmma, plan_phase_wgmma.candidates, plan_phase_wgmma.Tile),
     "phase_gemm": Family(plan_phase_gemm.plan_phase_gemm, plan_phase_gemm.candidates, plan_phase_gemm.Tile),
     "narrow_groups": Family(

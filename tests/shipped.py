@@ -23,6 +23,7 @@ CHANNELS = {
     "correlate_narrow": ((8, 8), (12, 4), (16, 16), (5, 3), (8, 16)),
     "correlate_rows": ((8, 8), (32, 16), (48, 24), (64, 64), (256, 128)),
     "correlate_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64), (256, 128)),
+    "disjoint": ((8, 8), (32, 16), (48, 24), (64, 64), (17, 12)),
     "few_channels": tuple(itertools.product((1, 3, 9), (1, 2, 3, 4, 9))),
     "gather": tuple(itertools.product((1, 2, 3, 8, 9), (1, 2, 3, 5, 8, 9, 16, 24, 33, 48))),
     "narrow_groups": ((8, 8), (4, 12), (16, 16), (3, 5), (16, 8)),
@@ -73,6 +74,7 @@ OF_THE_PROBLEM = (
 ALIKE = {
     "correlate_rows": ("RING", "X_STAGES", "DTYPE"),
     "correlate_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
+    "disjoint": ("KERNEL_D", "KERNEL_H", "DTYPE"),
     "narrow_groups": ("DILATION_", "SHIFT_", "DTYPE"),
     "phase_gemm": ("KERNEL_D", "STRIDE_D", "DILATION_D", "WARPS_", "EARLY", "SHARED_BYTES", "DTYPE"),
     "phase_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),

@@ -109,6 +109,59 @@ def test_channels_last_groups_in_pairs(cupy: Any, problem: Problem, dtype: str) 
         check(dataclasses.replace(problem, x_layout=x_layout, out_layout="channels_last"), dtype, cupy)
 
 
+# Kernel = stride: rows that are aligned for loads and stores of several elements or not; any number of channels.
+DISJOINT = {
+    "upsampling": case((2, 64, 9, 20, 64), 32, 2, stride=2, has_bias=True),
+    "upsampling_2d": case((3, 40, 35, 66), 24, 2, stride=2, has_bias=True, x_layout="channels_last"),
+    "odd": case((2, 17, 7, 19, 21), 33, 2, stride=2),
+    "by_three": case((2, 12, 17, 44), 40, 3, stride=3, has_bias=True),
+    "by_four": case((4, 64, 515), 48, 4, stride=4, output_padding=3),
+    "by_eight": case((4, 24, 260), 16, 8, stride=8),
+    "flat": case((2, 48, 5, 33, 40), 20, (1, 2, 2), stride=(1, 2, 2), padding=((0, 0), (1, 0), (2, 2)), has_bias=True),
+    "one_tap": case((3, 96, 45, 52), 64, 1, has_bias=True),
+    "grouped": case((2, 96, 9, 21, 24), 48, 2, stride=2, groups=3),
+    "wide": case((1, 128, 4, 8, 8), 256, 2, stride=2, has_bias=True),
+    "gaps": case((2, 24, 9, 21, 36), 16, 2, stride=2, x_layout="cropped", out_layout="misaligned"),
+    "channels_last": case((2, 40, 9, 21, 36), 20, 2, stride=2, x_layout="channels_last", out_layout="channels_last"),
+    "to_channels_last": case((2, 64, 9, 21, 36), 32, 2, stride=2, out_layout="channels_last", has_bias=True),
+}
+
+
+@pytest.fixture
+def by_disjoint(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plan with disjoint, whatever the estimates say."""
+    from cuconvt import cuda, warm
+    from cuconvt.plan_disjoint import plan_disjoint
+
+    plans = []
+
+    def plan(*problem: Any) -> Any:
+        plans.append(plan_disjoint(*problem))
+        return plans[-1]
+
+    monkeypatch.setattr(cuda, "make_plan", plan)
+    for memo in (cuda._prepare, warm._slot):
+        memo.cache_clear()
+    yield
+    for memo in (cuda._prepare, warm._slot):
+        memo.cache_clear()
+    assert plans
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]
+)
+@pytest.mark.parametrize("name", DISJOINT)
+def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: str, precision: str | None) -> None:
+    check(DISJOINT[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+@pytest.mark.parametrize("name", ["upsampling_2d", "one_tap", "by_three"])
+def test_special_values_of_disjoint(cupy: Any, by_disjoint: None, checked: Any, name: str) -> None:
+    checked(DISJOINT[name], to_gpu, "tf32x3")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("c_out", [3, 6, 12])
 def test_channels_beside_the_result_stay(cupy: Any, c_out: int, dtype: str) -> None:

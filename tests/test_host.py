@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import host_disjoint
 import host_few_channels
 import host_gradients
 import host_narrow_groups
@@ -28,7 +29,7 @@ from hypothesis import given, seed, settings
 from shipped import OF_THE_PROBLEM, SIMT, shipped
 from special import check_denormals, check_infinities, check_scales
 from strategies import DTYPES, LAYOUTS, SIDES, Problem, Specialisation, case, problems
-from test_plan import struct_fields
+from test_plan import problem_of, struct_fields
 
 from cuconvt.compile import kernel_folder
 from cuconvt.plan import Device, Layout, Plan, positions
@@ -108,17 +109,27 @@ def gather_box(defines: dict[str, int]) -> tuple[int, ...]:
 # A kernel joins by its name here. Its cases reach every value of every macro that its planner can choose.
 CASES = {
     "gather": gather_cases(),
+    "disjoint": {name: Case(**fields) for name, fields in host_disjoint.cases().items()},
     "few_channels": {name: Case(**fields) for name, fields in host_few_channels.cases().items()},
     "narrow_groups": {name: Case(**fields) for name, fields in host_narrow_groups.cases().items()},
     "phase_gemm": {name: Case(**fields) for name, fields in host_phase_gemm.cases().items()},
     "phase_wgmma": {name: Case(**fields) for name, fields in host_phase_wgmma.cases().items()},
 }
 BOXES = {"gather": gather_box, "few_channels": host_few_channels.box, "phase_gemm": host_phase_gemm.box}
-OF_PLANS = {"narrow_groups": host_narrow_groups.box, "phase_wgmma": host_phase_wgmma.box}  # which vary at run time
+OF_PLANS = {  # which vary at run time
+    "disjoint": host_disjoint.box,
+    "narrow_groups": host_narrow_groups.box,
+    "phase_wgmma": host_phase_wgmma.box,
+}
 # Macros that the host ignores, and how many slots hold weights that stay.
 OF_THE_DEVICE = ("MIN_BLOCKS", "WORKER_REGISTERS", "STAGER_REGISTERS", "RING")
 TILED = ("D", "H", "W", "C_out", "C_in")
-OWN_LENGTHS = {"narrow_groups": host_narrow_groups, "phase_gemm": host_phase_gemm, "phase_wgmma": host_phase_wgmma}
+OWN_LENGTHS = {
+    "disjoint": host_disjoint,
+    "narrow_groups": host_narrow_groups,
+    "phase_gemm": host_phase_gemm,
+    "phase_wgmma": host_phase_wgmma,
+}
 EXAMPLES = {family: -(-ENOUGH // len(cases)) for family, cases in CASES.items()}  # drawn for a specialisation
 
 
@@ -254,7 +265,7 @@ def test_every_value_of_every_macro_is_reached(family: str) -> None:
         for name, value in plan.defines:
             if not name.startswith((*OF_THE_PROBLEM, *OF_THE_DEVICE)):
                 assert value in reached[name], f"no case of {family} has {name}={value}, as {plan} has"
-    if family != "phase_wgmma":  # which has no such macro
+    if family not in ("disjoint", "phase_wgmma"):  # which have no such macro
         assert reached["INDEX64"] == {0, 1}
     if family == "narrow_groups":
         assert reached["GROUPS"] == {1, 2}  # what is shipped lists problems of one group
@@ -288,10 +299,33 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
     assert len(reached) == 2 * 3 * 2
 
 
+def test_ways_to_load_and_to_store_are_reached() -> None:
+    """So are, with kernel = stride, how many blocks share the weights and how many tiles a worker takes."""
+    reached = set()
+    for this in CASES["disjoint"].values():
+        longest = smallest(this, host_disjoint.LONGEST[len(this.spec.kernel)])
+        for problem in (one_past_every_edge("disjoint", this), whole_words(this), longest):
+            plan = plan_for("disjoint", this, problem)
+            defines, p = dict(plan.defines), problem_of(plan)
+            rows = "channels" if defines["X_CHANNELS_LAST"] else "rows"
+            reached |= {f"{rows} {this.dtype} {p['x_vector'][0]}", f"runs of {defines['RUN']}"}
+            reached |= {f"stores {p['out_vector'][0]}", f"several parts {p['patches'][0] > 1}"}
+            workers = plan.grid // p["patches"][0] // problem.groups * defines["WORKERS"]
+            reached |= {f"several tiles {p['blocks'][0] > workers}", f"ahead {defines['AHEAD']}"}
+    for kind in itertools.product(("rows", "channels"), ("float16", "bfloat16", "float32"), (0, 1)):
+        assert " ".join(map(str, kind)) in reached, kind
+    assert {f"stores {count}" for count in (1, 2, 4, 8)} <= reached
+    assert {f"runs of {count}" for count in (1, 2, 4)} <= reached
+    for what in ("several parts", "several tiles"):
+        assert {f"{what} False", f"{what} True"} <= reached
+    assert {"ahead 0", "ahead 1"} <= reached
+
+
 # The families that split operands for 3xTF32, each with borders, and with several chunks of channels if it has chunks.
 SPECIAL_CASES = [
     *itertools.product(("phase_gemm", "phase_wgmma"), ("dead_phases", "padding_eats_whole_taps", "odd_channels")),
     *itertools.product(("narrow_groups",), ("kb73", "dead_phases", "padding_eats_whole_taps")),
+    ("disjoint", "unet_k2s2"),
 ]
 
 
@@ -305,11 +339,11 @@ def test_special_values_of_three_products(family: str, name: str, checked: Calla
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("family", CASES)
 def test_channels_beside_the_result_stay(family: str, dtype: str) -> None:
-    c_out = 3 if family == "few_channels" else 6
+    c_out, kernel = 3 if family == "few_channels" else 6, 2 if family == "disjoint" else 3
     layouts = {"x_layout": "channels_last", "out_layout": "some_channels"}
     precision = "tf32" if dtype == "float32" and family not in SIMT else None
     with on_host(family, DEVICES[90], precision):
-        check(case((1, 16, 3, 3, 4), c_out, 3, stride=2, **layouts), dtype, precision=precision, calls=1)
+        check(case((1, 16, 3, 3, 4), c_out, kernel, stride=2, **layouts), dtype, precision=precision, calls=1)
 
 
 def test_every_family_is_reached() -> None:

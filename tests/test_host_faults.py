@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import host_disjoint
 import host_narrow_groups
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from host_phase_wgmma import plan_with
 from hypothesis import given, settings
 from strategies import Problem, Specialisation, case, problems
 
-from cuconvt import plan, plan_narrow_groups, plan_phase_wgmma
+from cuconvt import plan, plan_disjoint, plan_narrow_groups, plan_phase_wgmma
 from cuconvt.plan import Device
 from cuconvt.plan_phase_wgmma import Tile
 
@@ -139,6 +140,32 @@ def phase_wgmma_fault(before: str, after: str, caught_by: str, *run_with: Any) -
         run_phase_wgmma(sources, *run_with)
 
     return Fault(before, after, caught_by, "phase_wgmma.cu", run)
+
+
+# Several tiles a worker or, on more multiprocessors, parts of the weights; rows that end within a run or not.
+UPSAMPLED = case((2, 20, 9, 23), 20, 2, stride=2, padding=((2, 0), (1, 1)), output_padding=(0, 1), has_bias=True)
+UPSAMPLED_EVEN = case((2, 20, 9, 24), 20, 2, stride=2, has_bias=True)
+OF_DISJOINT = plan_disjoint.Tile(2, 1, 2, 2, True, 1)
+
+
+def run_disjoint(sources: dict[str, str], precision: str, problem: Problem, multiprocessors: int) -> None:
+    device, plan = Device(90, multiprocessors, DEVICES[90].shared_bytes), host_disjoint.plan_tile(OF_DISJOINT)
+    with on_host("disjoint", device, precision, sources=sources, plan=plan):
+        check(problem, "float32", precision=precision)
+
+
+def disjoint_fault(
+    before: str,
+    after: str,
+    caught_by: str,
+    problem: Problem = UPSAMPLED_EVEN,
+    precision: str = "tf32",
+    multiprocessors: int = 1,
+) -> Fault:
+    def run(sources: dict[str, str]) -> None:
+        run_disjoint(sources, precision, problem, multiprocessors)
+
+    return Fault(before, after, caught_by, "disjoint.cu", run)
 
 
 SYNC_BEFORE_READING = """                    __syncthreads();
@@ -292,6 +319,66 @@ FAULTS = {
     ),
     "a tap of a phase GEMM one column late": phase_gemm_fault(
         "(REACH_W - back) * POSITION", "(REACH_W - back + 1) * POSITION", UNWRITTEN
+    ),
+    "no wait for the kernel that packs, disjoint": disjoint_fault(
+        "wait_for_kernel_before();  // it packs the weights\nbarrier", "barrier", KERNEL_BEFORE
+    ),
+    "no wait for weights, disjoint": disjoint_fault("    barrier_wait(landed, 0);\n", "", UNFILLED),
+    "fewer weights announced than come": disjoint_fault(
+        "count * SLOT * (int)sizeof(Piece));", "SLOT * (int)sizeof(Piece));", "announced|more bytes|" + UNFILLED
+    ),
+    "a barrier that others do not see yet": disjoint_fault(
+        "        barrier_init_done();\n", "", "barrier_init_done|fence"
+    ),
+    "sums before their products are complete": disjoint_fault(
+        "step > 0);\n}\nwgmma_commit();\nwgmma_wait<0>();",
+        "step > 0);\n}\nwgmma_commit();",
+        IN_USE + "|before the wait|waits for its wgmma",
+    ),
+    "sums of the slot before": disjoint_fault("+ i * SLOT), false);", "+ i * SLOT), true);", VALUES),
+    "x of the next tile": disjoint_fault(
+        "pick(a, loaded);\nif (AHEAD) load_tile(loaded, x, tile + workers, p);",
+        "if (AHEAD) load_tile(loaded, x, tile + workers, p);\n        pick(a, loaded);",
+        VALUES,
+    ),
+    "a chain that is added while it is multiplied": disjoint_fault(
+        "    wgmma_wait<0>();\n    add_chain(TILES_M",
+        "    add_chain(TILES_M",
+        IN_USE + "|before the wait",
+        precision="tf32x3",
+    ),
+    "words of the next chain too early": disjoint_fault(
+        "            wgmma_wait<1>();\n            add_chain(chain - 1);",
+        "            if (chain > 2) add_chain(chain - 1);",
+        "A of a wgmma|" + IN_USE + "|before the wait|" + VALUES,
+        precision="tf32x3",
+    ),
+    "words of a thread's other half exchanged": disjoint_fault(
+        "row % 2 + 2 * half];", "2 * (row % 2) + half];", VALUES
+    ),
+    "positions beyond the row": disjoint_fault(
+        "min(RUN, (int)p.x_extent[2] - w)", "RUN", VALUES + "|heap-buffer-overflow|belong to no", UPSAMPLED
+    ),
+    "channels beyond the last, disjoint": disjoint_fault(
+        "count > 0 && slots * 4 * IN_WORD + i < (int)p.c_in - first",
+        "count > 0",
+        VALUES + "|heap-buffer-overflow|belong to no",
+    ),
+    "outputs beyond the row": disjoint_fault(
+        " && within(w + first, p.out_extent[2])", "", VALUES + "|wrote|heap-buffer-overflow|belong to no", UPSAMPLED
+    ),
+    "the first position has all its outputs": disjoint_fault(
+        "at.w * KERNEL_W - (int)(p.pad[2] % KERNEL_W)",
+        "at.w * KERNEL_W",
+        VALUES + "|wrote|nobody|belong to no",
+        UPSAMPLED,
+    ),
+    "outputs at once that are not aligned": disjoint_fault(
+        "p.out_vector > 1", "p.out_vector > 0", "misaligned|" + VALUES + "|wrote", UPSAMPLED
+    ),
+    "bias of the first channels": disjoint_fault("offsets + channel, tap", "offsets, tap", VALUES),
+    "the other part's slots": disjoint_fault(
+        "all_slots + first_slot) * SLOT", "all_slots) * SLOT", VALUES, multiprocessors=16
     ),
     "no wait for x": phase_wgmma_fault("                x_ring.wait_until_full();\n", "", UNFILLED),
     "no wait for the kernel that packs, phase_gemm": phase_gemm_fault(

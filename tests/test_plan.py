@@ -19,7 +19,8 @@ from strategies import Problem, Specialisation, case, problems
 from cuconvt.compile import kernel_folder
 from cuconvt.geometry import Geometry, make_geometry
 from cuconvt.phases import axis_phases
-from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan
+from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan, positions
+from cuconvt.plan_disjoint import plan_disjoint
 from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
 from cuconvt.plan_gather import plan_gather
 from cuconvt.plan_narrow_groups import plan_narrow_groups
@@ -29,7 +30,7 @@ Ints = tuple[int, ...]
 Kind = tuple[str, str | None]
 EXAMPLES = settings().max_examples
 LIMIT = 2**31
-TENSOR_CORES = {86: ("phase_gemm",), 90: ("phase_gemm", "phase_wgmma")}
+TENSOR_CORES = {86: ("phase_gemm",), 90: ("disjoint", "phase_gemm", "phase_wgmma")}
 
 kinds = st.sampled_from([*DEFAULT.items(), ("float32", "ieee"), ("float32", "tf32")])  # (dtype, precision)
 archs = st.sampled_from(sorted(DEVICES))
@@ -55,6 +56,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def values(plan: Plan, name: str) -> Ints:
     defines = dict(plan.defines)
+    if plan.kernel == "disjoint" and name == "STRIDE":  # which is the kernel
+        return values(plan, "KERNEL")
     return (defines[f"{name}_D"], defines[f"{name}_H"], defines[f"{name}_W"])
 
 
@@ -91,6 +94,9 @@ def registers_needed(plan: Plan) -> int:
         planes = (kernel[0] - 1) * dilation[0] // stride[0] + 1
         row = defines["POSITIONS_W"] * stride[2] * defines["CHANNELS_OUT"] * defines["VECTOR"]
         return (2 if defines["DTYPE"] == DTYPE_CODES["float64"] else 1) * planes * stride[0] * row + 32
+    if plan.kernel == "disjoint":  # a tile's sums, and its x
+        columns, steps = 8 * defines["TILES_C"] * defines["KERNEL_W"], defines["K_STEPS"] * (1 + defines["AHEAD"])
+        return defines["TILES_M"] * (columns // 2 + 4 * steps) + 40
     axes = zip(*(values(plan, name) for name in ("KERNEL", "STRIDE", "DILATION")), strict=True)
     live_phases = [len({tap * dilation % stride for tap in range(kernel)}) for kernel, stride, dilation in axes]
     if plan.kernel == "narrow_groups":
@@ -152,7 +158,8 @@ def test_a_plan_fits_its_device(problem: Problem, kind: Kind, arch: int, last: b
     geometry = seen_by(plan, geometry_of(problem))
     assert values(plan, "KERNEL") == geometry.kernel
     assert values(plan, "STRIDE") == geometry.stride
-    assert values(plan, "DILATION") == geometry.dilation
+    if plan.kernel != "disjoint":
+        assert values(plan, "DILATION") == geometry.dilation
     assert plan.cost > 0
 
 
@@ -190,7 +197,8 @@ def test_batch_and_extents_do_not_change_the_defines(
     # Nothing here comes near 2**31 but the number of elements.
     geometry = geometry_of(changed)
     positions = max(geometry.c_in * prod(geometry.x_extent), geometry.c_out * prod(geometry.out_extent))
-    assert index64 == (None if plans[0].kernel == "phase_wgmma" else geometry.n * positions > LIMIT)
+    counts_near = plans[0].kernel in ("disjoint", "phase_wgmma")
+    assert index64 == (None if counts_near else geometry.n * positions > LIMIT)
 
 
 @given(problem=problems(), kind=kinds, arch=archs)
@@ -204,6 +212,9 @@ def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -
         return
     if plan.kernel == "narrow_groups":
         assert_cells_cover_every_output(plan, seen_by(plan, geometry), DEVICES[arch])
+        return
+    if plan.kernel == "disjoint":
+        assert_runs_cover_every_output(plan, geometry, DEVICES[arch])
         return
     tiles, box = problem_of(plan)["tiles"], box_of(plan)
     for axis in range(3):
@@ -229,6 +240,23 @@ def assert_cells_cover_every_output(plan: Plan, geometry: Geometry, device: Devi
     sets = fields["tiles"][3] * geometry.groups // dict(plan.defines)["GROUPS"]
     assert plan.grid % sets == 0, "a block stays with its weights"
     assert sets <= plan.grid <= max(sets, device.multiprocessors * dict(plan.defines)["MIN_BLOCKS"])
+
+
+def assert_runs_cover_every_output(plan: Plan, geometry: Geometry, device: Device) -> None:
+    fields, defines = problem_of(plan), dict(plan.defines)
+    along_d, along_h, row = fields["box"]
+    assert (along_d, along_h) == (positions(geometry, 0), positions(geometry, 1))
+    assert 0 <= row * defines["RUN"] - positions(geometry, 2) < defines["RUN"], "the last run holds no output"
+    of_a_worker = 64 * defines["TILES_M"] // defines["RUN"]
+    assert 0 <= fields["blocks"][0] * of_a_worker - geometry.n * along_d * along_h * row < of_a_worker
+    slots = fields["tiles"][3] * defines["KERNEL_D"] * defines["KERNEL_H"]
+    assert 0 <= fields["tiles"][3] * 8 * defines["TILES_C"] - geometry.c_out_per_group < 8 * defines["TILES_C"]
+    parts, per_part = fields["patches"][0], fields["plane"][0]
+    assert 0 <= parts * per_part - slots < per_part, "the last part has no slot"
+    sets = parts * geometry.groups
+    assert plan.grid % sets == 0, "a block stays with its weights"
+    assert sets <= plan.grid <= max(sets, device.multiprocessors * defines["MIN_BLOCKS"])
+    assert (plan.grid // sets - 1) * defines["WORKERS"] < fields["blocks"][0], "a block has no tile"
 
 
 def assert_slides_cover_every_output(plan: Plan, geometry: Geometry) -> None:
@@ -541,6 +569,128 @@ def test_fast_tiles_are_not_thought_to_spill(problem: Problem, kind: Kind, field
     geometry = geometry_of(problem)
     found = candidates(geometry, kind[0], layout_of(geometry), kind[1], DEVICES[90])
     assert any(fields.items() <= dataclasses.asdict(plan.tile).items() for plan in found)
+
+
+# ---- kernel = stride ----------------------------------------------------------------------------------------------
+
+
+def disjoint_or_refusal(
+    problem: Problem, kind: Kind = ("float16", None), device: Device = DEVICES[90], last: bool = False, **changed: Any
+) -> Plan | Refusal:
+    geometry = geometry_of(problem)
+    layout = dataclasses.replace(layout_of(geometry, last), **changed)
+    return plan_disjoint(geometry, kind[0], layout, kind[1] or DEFAULT[kind[0]], device)
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind", "arch", "reason"),
+    [
+        (FIXED["unet_k2s2"], ("float16", None), 80, "needs compute capability 9.0, the device has 8.0"),
+        (
+            FIXED["unet_k2s2"],
+            ("float32", "ieee"),
+            90,
+            "computes in float16, bfloat16 and TF32, not in ieee",
+        ),
+        (
+            FIXED["unet_k3s2"],
+            ("float16", None),
+            90,
+            "serves kernel = stride, got kernel (3, 3, 3), stride (2, 2, 2), dilation (1, 1, 1)",
+        ),
+        (
+            case((1, 8, 9, 9), 8, 2, 2, dilation=(1, 3)),
+            ("float16", None),
+            90,
+            "serves kernel = stride, got kernel (1, 2, 2), stride (1, 2, 2), dilation (1, 1, 3)",
+        ),
+        (
+            case((1, 8, 9), 8, 25, 25),
+            ("float16", None),
+            90,
+            "has all taps along W in one wgmma, at most 24, got 25",
+        ),
+        (
+            case((1, 512, 9, 9), 8, 2, 2),
+            ("float32", "tf32"),
+            90,
+            "holds all channels of a position in registers, got 512",
+        ),
+        (
+            case((2**20, 8, 2**13, 2**13, 1), 8, 1),
+            ("float16", None),
+            90,
+            f"counts positions in 31 bits, got {2**46}",
+        ),
+    ],
+)
+def test_refusals_of_disjoint(problem: Problem, kind: Kind, arch: int, reason: str) -> None:
+    assert disjoint_or_refusal(problem, kind, DEVICES[arch]) == Refusal("disjoint", reason)
+
+
+def test_a_tap_may_have_any_dilation() -> None:
+    assert isinstance(disjoint_or_refusal(case((1, 8, 9, 9), 8, (1, 2), (1, 2), dilation=(7, 1))), Plan)
+
+
+@settings(max_examples=max(EXAMPLES // 3, 1))
+@given(
+    problem=problems(),
+    kind=kinds,
+    last=st.booleans(),
+    multiprocessors=st.sampled_from((1, 78, 132)),
+    n=st.sampled_from((1, 37)),
+    more=st.integers(0, 40),
+)
+def test_a_plan_of_disjoint(problem: Problem, kind: Kind, last: bool, multiprocessors: int, n: int, more: int) -> None:
+    device = dataclasses.replace(DEVICES[90], multiprocessors=multiprocessors)
+    own = {"kernel": problem.stride, "dilation": (1,) * problem.rank, "padding": ((0, 0),) * problem.rank}
+    problem = dataclasses.replace(problem, **own, output_padding=tuple(stride - 1 for stride in problem.stride))
+    plan = disjoint_or_refusal(problem, kind, device, last)
+    if isinstance(plan, Refusal):
+        assert kind[1] == "ieee" or kind[0] == "float64"
+        return
+    assert (plan.shared_bytes + 1024) * dict(plan.defines)["MIN_BLOCKS"] <= DEVICES[90].shared_bytes + 1024
+    assert_runs_cover_every_output(plan, geometry_of(problem), device)
+    # Neither the batch nor extents are compiled.
+    other = dataclasses.replace(problem, n=n, extent=tuple(extent + more for extent in problem.extent))
+    assert disjoint_or_refusal(other, kind, device, last).defines == plan.defines
+
+
+# Whether runs of x are loaded at once, and how many outputs are stored at a time.
+VECTORS = {
+    "pairs of floats": (case((1, 8, 9, 10), 8, 2, 2), "float32", {}, (1, 4)),
+    "pairs of halves": (case((1, 64, 9, 12), 32, 2, 2), "float16", {}, (1, 4)),
+    "halves of four taps": (case((1, 64, 9, 12), 32, (2, 4), (2, 4)), "float16", {}, (1, 8)),
+    "a row of odd length": (case((1, 8, 9, 9), 8, 2, 2), "float32", {}, (0, 2)),
+    "likewise, in longer ones": (
+        case((1, 8, 9, 9), 8, 2, 2),
+        "float32",
+        {"out": (3024, 378, 378, 21, 1)},
+        (0, 1),
+    ),
+    "a misaligned x": (case((1, 8, 9, 10), 8, 2, 2), "float32", {"x_aligned": False}, (0, 4)),
+    "a misaligned result": (case((1, 8, 9, 10), 8, 2, 2), "float32", {"out_aligned": False}, (1, 1)),
+    "reversed rows": (case((1, 8, 9, 10), 8, 2, 2), "float32", {"out": (2880, 360, 360, 20, -1)}, (1, 1)),
+    "rows of x that begin within a run": (case((1, 8, 9, 11), 8, 2, 2, ((0, 0), (2, 0))), "float32", {}, (0, 4)),
+    "outputs before the first one": (case((1, 8, 9, 10), 8, 2, 2, ((0, 0), (1, 1))), "float32", {}, (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_aligned_rows_are_loaded_and_stored_at_once(name: str) -> None:
+    problem, dtype, changed, expected = VECTORS[name]
+    plan = disjoint_or_refusal(problem, (dtype, "tf32" if dtype == "float32" else None), **changed)
+    assert isinstance(plan, Plan)
+    fields = problem_of(plan)
+    assert (*fields["x_vector"], *fields["out_vector"]) == expected
+
+
+def test_few_positions_have_parts_of_the_weights() -> None:
+    few, many = (disjoint_or_refusal(case((1, 64, *extent), 64, 2, 2)) for extent in ((4, 4, 4), (64, 64, 64)))
+    assert isinstance(few, Plan)
+    assert isinstance(many, Plan)
+    assert problem_of(few)["patches"][0] > 1
+    assert problem_of(many)["patches"][0] == 1
 
 
 # How many outputs along W of a position are written at a time, by one channel's rows.

@@ -28,6 +28,7 @@ from cuconvt.tuned import FAMILIES, Choice, key_of, save, sources_digest, store_
 
 # A problem for each kernel: its arguments, as plans have them, and the GPU's compute capability.
 ARGUMENTS = {
+    "disjoint": ("unet_k2s2", "bfloat16", None, 90),
     "phase_wgmma": ("kb61", "float16", None, 90),
     "phase_gemm": ("kb61", "float32", "tf32x3", 80),
     "narrow_groups": ("kb72", "bfloat16", None, 90),
@@ -119,7 +120,7 @@ def test_a_stored_choice_says_why_other_kernels_were_not_chosen() -> None:
     tuned_by, *others = tuned_plan(*arguments).refused
     assert tuned_by.startswith("the planner's few_channels: 2 ms against 0.5 ms")
     assert [line for line in planner.refused if not line.startswith("gather: cost")] == others
-    assert {line.partition(":")[0] for line in others} == {"phase_wgmma", "phase_gemm", "narrow_groups"}
+    assert {line.partition(":")[0] for line in others} == {"disjoint", "phase_wgmma", "phase_gemm", "narrow_groups"}
 
 
 def test_choices_of_several_problems_live_together() -> None:

@@ -16,6 +16,7 @@ from test_host_faults import plant
 
 from cuconvt import compile as compiler
 from cuconvt import plan_correlate_rows as rows
+from cuconvt import plan_disjoint as disjoint
 from cuconvt.compile import compile_kernel
 from cuconvt.plan import Plan
 from cuconvt.plan_weight_gradient_wgmma import Tile, plan_weight_gradient_wgmma
@@ -119,6 +120,18 @@ def test_registers_of_a_are_left_alone(name: str, dtype: str, tile: Tile) -> Non
 @pytest.mark.parametrize(("name", "dtype", "tile"), TILES_OF_ROWS)
 def test_registers_of_rows_are_left_alone(name: str, dtype: str, tile: rows.Tile) -> None:
     assert not written_before_the_wait(plan_of_rows(name, dtype, tile))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
+@pytest.mark.parametrize(("last", "run"), [(False, 2), (True, 1)])
+def test_registers_of_disjoint_are_left_alone(
+    dtype: str, precision: str | None, last: bool, run: int, ahead: bool
+) -> None:
+    geometry, tile = geometry_of(FIXED["unet_k2s2"]), disjoint.Tile(2, 1, 2, run, ahead, 1)
+    plan = disjoint.plan_disjoint(geometry, dtype, layout_of(geometry, last), precision, DEVICES[90], tile)
+    assert isinstance(plan, Plan)
+    assert not written_before_the_wait(plan)
 
 
 @pytest.mark.parametrize(
