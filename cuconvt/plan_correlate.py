@@ -76,6 +76,7 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
     ValueError
         If no kernel can launch the problem.
     """
+    from cuconvt.plan_correlate_disjoint import plan_correlate_disjoint
     from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
     from cuconvt.plan_correlate_gemm import plan_correlate_gemm
     from cuconvt.plan_correlate_narrow import plan_correlate_narrow
@@ -83,6 +84,7 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
     from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 
     families = (
+        plan_correlate_disjoint,
         plan_correlate_wgmma,
         plan_correlate_rows,
         plan_correlate_gemm,

@@ -18,6 +18,7 @@ from cuconvt.plan import Layout, Plan
 # Channels of a group, in and out.
 CHANNELS = {
     "correlate": ((1, 1), (3, 5), (9, 2), (16, 8), (48, 33)),
+    "correlate_disjoint": ((8, 8), (32, 16), (48, 24), (64, 64), (17, 12)),
     "correlate_few_channels": ((1, 1), (1, 3), (2, 9), (9, 1)),
     "correlate_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
     "correlate_narrow": ((8, 8), (12, 4), (16, 16), (5, 3), (8, 16)),
@@ -72,6 +73,7 @@ OF_THE_PROBLEM = (
 # Macros that hardly change what registers hold: constants of addresses, trip counts of loops at run time, one 16-bit
 # type for the other (PRECISION tells them from float32). Of plans that differ in these alone, one is compiled.
 ALIKE = {
+    "correlate_disjoint": ("KERNEL_D", "KERNEL_H", "DTYPE"),
     "correlate_rows": ("RING", "X_STAGES", "DTYPE"),
     "correlate_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
     "disjoint": ("KERNEL_D", "KERNEL_H", "DTYPE"),

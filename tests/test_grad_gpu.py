@@ -238,6 +238,58 @@ def test_special_values_of_strided_rows(cupy: Any, by_rows: None, name: str, pre
     special_values_land_where_the_definition_puts_them(ROWS[name], precision)
 
 
+# Kernel = stride: rows that are aligned for loads and stores of several elements or not; any number of channels.
+DISJOINT = {
+    "upsampling": case((2, 64, 9, 20, 64), 32, 2, stride=2, has_bias=True),
+    "upsampling_2d": case((3, 40, 35, 66), 24, 2, stride=2, has_bias=True, out_layout="channels_last"),
+    "odd": case((2, 33, 7, 19, 21), 17, 2, stride=2),
+    "by_four": case((4, 64, 515), 48, 4, stride=4, output_padding=3),
+    "by_eight": case((4, 24, 260), 16, 8, stride=8, has_bias=True),
+    "flat": case((2, 48, 5, 33, 40), 20, (1, 2, 2), stride=(1, 2, 2), padding=((0, 0), (1, 0), (2, 2)), has_bias=True),
+    "padded": case((2, 48, 5, 33, 40), 24, 2, stride=2, padding=((1, 0), (0, 0), (8, 8))),
+    "grouped": case((2, 96, 9, 21, 24), 48, 2, stride=2, groups=3),
+    "wide": case((1, 256, 4, 8, 8), 64, 2, stride=2, has_bias=True),
+    "gaps": case((2, 24, 9, 21, 36), 16, 2, stride=2, x_layout="cropped", out_layout="misaligned"),
+    "channels_last": case((2, 40, 9, 21, 36), 20, 2, stride=2, x_layout="channels_last", out_layout="channels_last"),
+}
+
+
+@pytest.fixture
+def by_disjoint(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plan correlations with correlate_disjoint, whatever the estimates say."""
+    from cuconvt import cuda_gradients, warm
+    from cuconvt.plan_correlate_disjoint import plan_correlate_disjoint
+
+    plans = []
+
+    def plan(*problem: Any) -> Any:
+        plans.append(plan_correlate_disjoint(*problem))
+        return plans[-1]
+
+    monkeypatch.setattr(cuda_gradients, "make_correlate_plan", plan)
+    for memo in (cuda_gradients._prepare_correlate, warm._slot):
+        memo.cache_clear()
+    yield
+    for memo in (cuda_gradients._prepare_correlate, warm._slot):
+        memo.cache_clear()
+    assert plans
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]
+)
+@pytest.mark.parametrize("name", DISJOINT)
+def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: str, precision: str | None) -> None:
+    for operation in ("input", "conv"):
+        check(operation, DISJOINT[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("name", ["upsampling_2d", "flat", "by_eight"])
+def test_special_values_of_disjoint(cupy: Any, by_disjoint: None, name: str, precision: str) -> None:
+    special_values_land_where_the_definition_puts_them(DISJOINT[name], precision)
+
+
 # Run by the kernels of transposed convolutions, but for the last, whose padding exceeds what the taps reach.
 STRIDE_1 = {
     "wide": case((2, 33, 9, 21, 37), 35, 3, padding=1, has_bias=True, weight_layout="negative"),

@@ -350,6 +350,7 @@ def test_every_family_is_reached() -> None:
     assert {file.stem for file in kernel_folder().glob("*.cu")} == {
         *CASES,
         *host_gradients.RARE,
+        "correlate_disjoint",
         "correlate_rows",
         "correlate_wgmma",
         "weight_gradient_narrow",

@@ -19,6 +19,7 @@ from cuconvt import plan_correlate_rows as rows
 from cuconvt import plan_disjoint as disjoint
 from cuconvt.compile import compile_kernel
 from cuconvt.plan import Plan
+from cuconvt.plan_correlate_disjoint import plan_correlate_disjoint
 from cuconvt.plan_weight_gradient_wgmma import Tile, plan_weight_gradient_wgmma
 
 pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed")
@@ -130,6 +131,15 @@ def test_registers_of_disjoint_are_left_alone(
 ) -> None:
     geometry, tile = geometry_of(FIXED["unet_k2s2"]), disjoint.Tile(2, 1, 2, run, ahead, 1)
     plan = disjoint.plan_disjoint(geometry, dtype, layout_of(geometry, last), precision, DEVICES[90], tile)
+    assert isinstance(plan, Plan)
+    assert not written_before_the_wait(plan)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
+@pytest.mark.parametrize("last", [False, True])
+def test_registers_of_correlate_disjoint_are_left_alone(dtype: str, precision: str | None, last: bool) -> None:
+    geometry = geometry_of(ROWS["k2s2"])
+    plan = plan_correlate_disjoint(geometry, dtype, layout_of(geometry, last), precision, DEVICES[90])
     assert isinstance(plan, Plan)
     assert not written_before_the_wait(plan)
 
