@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -448,6 +449,45 @@ def test_func_transforms() -> None:
         lambda f: torch.func.vmap(torch.func.grad(f, argnums=1), (0, None, None))(*tensors),
     ):
         torch.testing.assert_close(*of_both(transform))
+
+
+# The mapped axes of x, weight and bias; of an ensemble, of single samples, and of all else.
+MAPPED = [axes for axes in itertools.product((None, 0, 1), (None, 0, 2), (None, 1)) if any(a is not None for a in axes)]
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")  # of an operator that vmap goes through in a loop
+@pytest.mark.parametrize("axes", MAPPED)
+@pytest.mark.parametrize("name", ["2d", "dead_phases", "unbatched"])
+def test_vmap(name: str, axes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = dataclasses.replace(PROBLEMS[name], has_bias=True)
+    tensors = [
+        tensor if axis is None else torch.stack([tensor, tensor.flip(0), 2 * tensor], axis)
+        for tensor, axis in zip(arguments(problem, requires_grad=False), axes, strict=True)
+    ]
+    calls = {}
+    for operation in ("conv_transpose", "correlate", "weight_gradient"):
+        counted = calls[operation] = Mock(side_effect=getattr(cuconvt.backends, operation))
+        monkeypatch.setattr(cuconvt.backends, operation, counted)
+
+    def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.vmap(lambda *t: function(problem, *t), axes)
+
+    def loss(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *t: function(*t).square().sum()
+
+    torch.testing.assert_close(mapped(ours)(*tensors), mapped(theirs)(*tensors))
+    assert calls["conv_transpose"].call_count == 1
+    # Gradients of each entry, and of all entries together.
+    for transform in (
+        lambda f: torch.vmap(torch.func.grad(loss(lambda *t: f(problem, *t)), (0, 1, 2)), axes)(*tensors),
+        lambda f: torch.func.grad(loss(mapped(f)), (0, 1, 2))(*tensors),
+    ):
+        torch.testing.assert_close(transform(ours), transform(theirs))
+    assert {operation: counted.call_count for operation, counted in calls.items()} == {
+        "conv_transpose": 3,
+        "correlate": 2,
+        "weight_gradient": 2,
+    }
 
 
 def test_func_transforms_under_a_mode() -> None:

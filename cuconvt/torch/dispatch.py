@@ -95,6 +95,9 @@ class Operator:
         Returns an empty result, for tensors without memory.
     node : type
         A `Node` with `setup_context`, `backward` and `jvp`, which must neither need nor mind the last argument.
+    batched : callable
+        Calls its first argument, which is the operator, once for all entries of a ``torch.vmap``. See
+        `cuconvt.torch.batching`.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Operator:
         kernel: Callable[..., Tensor],
         fake: Callable[..., Tensor],
         node: type[Node],
+        batched: Callable[..., tuple[Tensor, int]],
     ):
         qualified = f"{NAMESPACE}::{name}"
         _LIBRARY.define(name + schema)
@@ -112,6 +116,11 @@ class Operator:
         torch.library.register_fake(qualified, fake, lib=_LIBRARY)
         torch.library.register_autograd(qualified, node.backward, setup_context=node.setup_context, lib=_LIBRARY)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+        def vmap(info: Any, axes: Sequence[Any], *arguments: Any) -> tuple[Tensor, int]:
+            return batched(self.overload, info.batch_size, axes, *arguments)
+
+        torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
         self._name = name
         kinds = {a.name: str(a.type) for a in self.overload._schema.arguments}
         self._tensors = [(name, "Optional" in kind) for name, kind in kinds.items() if "Tensor" in kind]

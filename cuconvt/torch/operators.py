@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cuconvt.geometry import make_geometry, normalise
-from cuconvt.torch import kernels
+from cuconvt.torch import batching, kernels
 from cuconvt.torch.dispatch import Node, Operator
 from cuconvt.torch.kernels import check_tensors, result_like
 
@@ -168,6 +168,7 @@ conv_transpose = Operator(
     kernels.conv_transpose,
     _fake_conv_transpose,
     ConvTranspose,
+    batching.conv_transpose,
 )
 conv_transpose.register_autocast(_cast)
 
@@ -178,6 +179,7 @@ conv_transpose_input = Operator(
     kernels.conv_transpose_input,
     _fake_input,
     ConvTransposeInput,
+    batching.conv_transpose_input,
 )
 conv_transpose_weight = Operator(
     "conv_transpose_weight",
@@ -185,4 +187,5 @@ conv_transpose_weight = Operator(
     kernels.conv_transpose_weight,
     _fake_weight,
     ConvTransposeWeight,
+    batching.conv_transpose_weight,
 )
