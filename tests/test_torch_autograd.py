@@ -490,6 +490,17 @@ def test_vmap(name: str, axes: tuple[int | None, ...], monkeypatch: pytest.Monke
     }
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_profiler_has_a_row_for_each_operator(requires_grad: bool) -> None:
+    tensors = arguments(PROBLEM, requires_grad=requires_grad)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y = ours(PROBLEM, *tensors)
+        if requires_grad:
+            y.sum().backward()
+    rows = {event.key: event.count for event in profile.key_averages()}
+    assert [rows.get(f"cuconvt::{name}", 0) for name in OPERATORS] == [1, requires_grad, requires_grad]
+
+
 def test_func_transforms_under_a_mode() -> None:
     x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEM))
 

@@ -34,6 +34,7 @@ from torch._C import (
     _dispatch_tls_local_include_set,
     _ExcludeDispatchKeyGuard,
 )
+from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import has_torch_function, is_tensor_like
@@ -138,7 +139,7 @@ class Operator:
             if torch.compiler.is_dynamo_compiling():  # else it is exporting, and calls what it traces
                 return torch.compiler.disable(self)(*arguments)
         tensors = [tensor for tensor in arguments[: self._count] if tensor is not None]
-        if not has_torch_function(tensors):
+        if not has_torch_function(tensors) and not _profiler_enabled():  # whose rows are the dispatcher's
             try:
                 keys = _keys(tensors)
             except TypeError:  # one is no tensor
