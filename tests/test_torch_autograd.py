@@ -490,6 +490,23 @@ def test_vmap(name: str, axes: tuple[int | None, ...], monkeypatch: pytest.Monke
     }
 
 
+@pytest.mark.filterwarnings("error:There is a performance drop")
+def test_vmap_within_vmap() -> None:
+    """Samples of an ensemble, and second derivatives, in both of which one axis is mapped within another."""
+    x, weight, _ = arguments(PROBLEM, requires_grad=False)
+    batches, weights = torch.stack([x, 2 * x, x.flip(0)], 1), torch.stack([weight, weight.flip(0)])
+
+    def ensemble(function: Callable[..., Any]) -> Any:
+        samples = torch.vmap(lambda x, w: function(PROBLEM, x, w), (1, None))
+        return torch.vmap(samples, (None, 0))(batches, weights)
+
+    def hessian(function: Callable[..., Any]) -> Any:
+        return torch.func.hessian(lambda w: function(PROBLEM, x, w).pow(3).sum())(weight)
+
+    for transform in (ensemble, hessian):
+        torch.testing.assert_close(transform(ours), transform(theirs))
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_profiler_has_a_row_for_each_operator(requires_grad: bool) -> None:
     tensors = arguments(PROBLEM, requires_grad=requires_grad)
