@@ -33,6 +33,7 @@ from cuconvt.plan_disjoint import (
     MAX_REGISTERS,
     REGISTERS,
     SHARES,
+    Shape,
     refuse_other_kernels,
 )
 from cuconvt.plan_phase_gemm import PRECISION_CODES, _others_divisible
@@ -62,19 +63,6 @@ class Tile:
     chunk: int
     run: int
     min_blocks: int
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a tile's choice depends on: everything but N and extents. Channels in are those of y."""
-
-    kernel: Ints
-    c_in: int  # per group
-    c_out: int
-    itemsize: int
-    products: int
-    x_channels_last: bool
-    out_channels_last: bool
 
 
 def plan_correlate_disjoint(
@@ -185,10 +173,7 @@ class Work:
 
     @classmethod
     def of_problem(cls, geometry: Geometry, dtype: str, precision: str | None, layout: Layout) -> Work:
-        g = geometry
-        itemsize, products = 4 if dtype == "float32" else 2, 3 if precision == "tf32x3" else 1
-        last = layout.x_channels_last, layout.out_channels_last
-        return cls(Shape(g.kernel, g.c_in_per_group, g.c_out_per_group, itemsize, products, *last))
+        return cls(Shape.of_problem(geometry, dtype, precision, layout))
 
     def steps(self, tile: Tile) -> int:
         """Return the steps along K of a unit."""

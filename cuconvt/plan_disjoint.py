@@ -62,7 +62,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a tile's choice depends on: everything but N and extents."""
+    """What a tile's choice depends on, here and for the adjoint: everything but N and extents.
+
+    Channels in are those of what is read, the result's of a transposed convolution for its adjoint.
+    """
 
     kernel: Ints
     c_in: int  # per group
@@ -71,6 +74,13 @@ class Shape:
     products: int
     x_channels_last: bool
     out_channels_last: bool
+
+    @classmethod
+    def of_problem(cls, geometry: Geometry, dtype: str, precision: str | None, layout: Layout) -> Shape:
+        g = geometry
+        itemsize, products = 4 if dtype == "float32" else 2, 3 if precision == "tf32x3" else 1
+        last = layout.x_channels_last, layout.out_channels_last
+        return cls(g.kernel, g.c_in_per_group, g.c_out_per_group, itemsize, products, *last)
 
 
 def plan_disjoint(
@@ -229,10 +239,7 @@ class Work:
 
     @classmethod
     def of_problem(cls, geometry: Geometry, dtype: str, precision: str | None, layout: Layout) -> Work:
-        g = geometry
-        itemsize, products = 4 if dtype == "float32" else 2, 3 if precision == "tf32x3" else 1
-        last = layout.x_channels_last, layout.out_channels_last
-        return cls(Shape(g.kernel, g.c_in_per_group, g.c_out_per_group, itemsize, products, *last))
+        return cls(Shape.of_problem(geometry, dtype, precision, layout))
 
     def columns(self, tile: Tile) -> int:
         return 8 * tile.tiles_c * self.shape.kernel[2]
