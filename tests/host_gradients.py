@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,8 @@ from described import DEVICES, channels_last, contiguous, geometry_of
 from host.backend import PACK_BLOCK, plan_family
 from host.build import kernel_sources, program
 from host.execute import ABSENT, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
-from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case
+from hypothesis import given, seed, settings
+from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case, problems
 
 from cuconvt import cpu
 from cuconvt import plan_correlate_narrow as narrow
@@ -212,6 +213,20 @@ def cases(family: str) -> dict[str, Case]:
         fields = {"plan": with_a_tile(1)} if family == "correlate_narrow" else {}
         found[name] = Case(for_few(spec) if few else spec, dtype, precision, **fields)
     return found
+
+
+def check_drawn(
+    spec: Specialisation, longest: Ints, budget: float, among: Collection[str], name: str, check: Callable[..., None]
+) -> None:
+    """Check problems of a specialisation, which are drawn anew whenever the tests are run: its share `among` all."""
+
+    @seed(len(name))
+    @settings(max_examples=-(-settings().max_examples // len(among)), derandomize=False, database=None)
+    @given(problem=problems(spec, longest, longest[-1] + 16, budget))
+    def every_problem(problem: Problem) -> None:
+        check(problem)
+
+    every_problem()
 
 
 def specialisation(

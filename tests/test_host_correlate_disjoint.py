@@ -13,9 +13,8 @@ from described import geometry_of
 from gradients import check
 from host.build import kernel_sources, why_not
 from host_correlate_wgmma import SHARED_BYTES, layout_of, smallest
-from host_gradients import TENSOR_CORES, gradients_on_host, specialisation
-from hypothesis import given, seed, settings
-from strategies import Ints, Problem, Specialisation, problems
+from host_gradients import TENSOR_CORES, check_drawn, gradients_on_host, specialisation
+from strategies import Ints, Problem, Specialisation
 from test_host_faults import IN_USE, KERNEL_BEFORE, UNFILLED, VALUES, plant
 from test_plan import problem_of
 
@@ -88,7 +87,6 @@ def cases() -> dict[str, Case]:
 
 
 CASES = cases()
-EXAMPLES = -(-settings().max_examples // len(CASES))  # geometries drawn for a specialisation
 
 
 def on_host(this: Case, sources: dict[str, str] | None = None) -> Any:
@@ -101,10 +99,7 @@ def test_any_geometry(name: str) -> None:
     rank = len(this.spec.kernel)
     with on_host(this):
 
-        @seed(len(name))
-        @settings(max_examples=EXAMPLES, derandomize=False, database=None)
-        @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, BUDGET))
-        def every_problem(problem: Problem) -> None:
+        def alike(problem: Problem) -> None:
             check("input", problem, this.dtype, precision=this.precision, calls=1)
 
         first, *others = (smallest(this.spec, extent) for extent in EXTENTS[rank])
@@ -112,7 +107,7 @@ def test_any_geometry(name: str) -> None:
         for problem in others:
             for operation in ("input", "conv"):
                 check(operation, problem, this.dtype, precision=this.precision, calls=1)
-        every_problem()
+        check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
 
 
 def test_every_kind_of_tile_is_reached() -> None:

@@ -11,9 +11,8 @@ from gradients import check
 from host.build import kernel_sources, why_not
 from host_correlate_rows import Case, bytes_copied, cases, of_each_way, on_host, plan_for
 from host_correlate_wgmma import EXTENTS, LONGEST, SHARED_BYTES, smallest
-from host_gradients import specialisation
-from hypothesis import given, seed, settings
-from strategies import Problem, problems
+from host_gradients import check_drawn, specialisation
+from strategies import Problem
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 import cuconvt
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 BUDGET = 0.03  # a wgmma of 128 threads takes longer than its products
 CASES = cases()
-EXAMPLES = -(-settings().max_examples // len(CASES))  # geometries drawn for a specialisation
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -33,10 +31,7 @@ def test_any_geometry(name: str) -> None:
     rank = len(this.spec.kernel)
     with on_host(this):
 
-        @seed(len(name))
-        @settings(max_examples=EXAMPLES, derandomize=False, database=None)
-        @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, BUDGET))
-        def every_problem(problem: Problem) -> None:
+        def alike(problem: Problem) -> None:
             check("input", problem, this.dtype, precision=this.precision, calls=1)
 
         first, *others = (smallest(this.spec, extent, (this.before_w, 0)) for extent in EXTENTS[rank])
@@ -45,7 +40,7 @@ def test_any_geometry(name: str) -> None:
         alone += [("conv", problem) for problem in of_each_way(this).values()]
         for operation, problem in alone:
             check(operation, problem, this.dtype, precision=this.precision, calls=1)
-        every_problem()
+        check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
 
 
 def test_every_kind_of_tile_is_reached() -> None:

@@ -19,9 +19,8 @@ from host_correlate_wgmma import (
     smallest,
     whole_rows,
 )
-from host_gradients import specialisation
-from hypothesis import given, seed, settings
-from strategies import Problem, problems
+from host_gradients import check_drawn, specialisation
+from strategies import Problem
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 from cuconvt.plan import Device
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 BUDGET = 0.03  # a wgmma of 128 threads takes longer than its products
 CASES = cases()
-EXAMPLES = -(-settings().max_examples // len(CASES))  # geometries drawn for a specialisation
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -40,10 +38,7 @@ def test_any_geometry(name: str) -> None:
     rank = len(this.spec.kernel)
     with on_host(this):
 
-        @seed(len(name))
-        @settings(max_examples=EXAMPLES, derandomize=False, database=None)
-        @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, BUDGET))
-        def every_problem(problem: Problem) -> None:
+        def alike(problem: Problem) -> None:
             check("input", problem, this.dtype, precision=this.precision, calls=1)
 
         first, *others = (smallest(this.spec, extent) for extent in EXTENTS[rank])
@@ -52,7 +47,7 @@ def test_any_geometry(name: str) -> None:
         alone += [("conv", problem) for problem in whole_rows(this)]
         for operation, problem in alone:
             check(operation, problem, this.dtype, precision=this.precision, calls=1)
-        every_problem()
+        check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
 
 
 def test_every_kind_of_tile_is_reached() -> None:

@@ -10,10 +10,9 @@ from described import DEVICES, geometry_of, layout_of
 from fixed_cases import FIXED
 from gradients import check
 from host.build import kernel_sources, why_not
-from host_gradients import gradients_on_host
+from host_gradients import check_drawn, gradients_on_host
 from host_weight_gradient_narrow import LONGEST, NEXT, Case, cases, on_host
-from hypothesis import given, seed, settings
-from strategies import Problem, Specialisation, case, problems
+from strategies import Problem, Specialisation, case
 from test_host_faults import UNWRITTEN, VALUES, plant
 from test_plan import problem_of
 
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 BUDGET = 0.02
 CASES = cases()
-EXAMPLES = -(-settings().max_examples // len(CASES))  # geometries drawn for a specialisation
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -33,10 +31,7 @@ def test_any_geometry(name: str) -> None:
     rank = len(this.spec.kernel)
     with on_host(this):
 
-        @seed(len(name))
-        @settings(max_examples=EXAMPLES, derandomize=False, database=None)
-        @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, BUDGET))
-        def every_problem(problem: Problem) -> None:
+        def alike(problem: Problem) -> None:
             check("weight", problem, this.dtype, precision=this.precision, calls=1)
 
         ragged, *others = this.fixed_problems()
@@ -44,7 +39,7 @@ def test_any_geometry(name: str) -> None:
         for problem in others:
             check("weight", problem, this.dtype, precision=this.precision, calls=1)
         check("conv_weight", this.problem((1,) * (rank - 1) + (7,)), this.dtype, precision=this.precision, calls=1)
-        every_problem()
+        check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
 
 
 def test_cases_reach_every_way() -> None:

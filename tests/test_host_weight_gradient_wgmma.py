@@ -8,10 +8,9 @@ import pytest
 from described import DEVICES, geometry_of, layout_of
 from gradients import check
 from host.build import kernel_sources, why_not
-from host_gradients import specialisation
+from host_gradients import check_drawn, specialisation
 from host_weight_gradient_wgmma import LONGEST, SHARED_BYTES, Case, cases, on_host
-from hypothesis import given, seed, settings
-from strategies import Ints, Problem, case, problems
+from strategies import Ints, Problem, case
 from test_host_faults import IN_USE, UNFILLED, UNWRITTEN, VALUES, plant
 from test_plan import problem_of
 
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 BUDGET = 0.05
 CASES = cases()
-EXAMPLES = -(-settings().max_examples // len(CASES))  # geometries drawn for a specialisation
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -31,10 +29,7 @@ def test_any_geometry(name: str) -> None:
     rank = len(this.spec.kernel)
     with on_host(this):
 
-        @seed(len(name))
-        @settings(max_examples=EXAMPLES, derandomize=False, database=None)
-        @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, BUDGET))
-        def every_problem(problem: Problem) -> None:
+        def alike(problem: Problem) -> None:
             check("weight", this.padded(problem), this.dtype, precision=this.precision, calls=1)
 
         ragged, *others = this.fixed_problems()
@@ -43,7 +38,7 @@ def test_any_geometry(name: str) -> None:
         alone += [("conv_weight", this.problem((1,) * (rank - 1) + (7,), groups)) for groups in (1, 4)]
         for operation, problem in alone:
             check(operation, problem, this.dtype, precision=this.precision, calls=1)
-        every_problem()
+        check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
 
 
 def test_cases_reach_every_way_to_stage() -> None:
