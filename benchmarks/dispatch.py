@@ -75,7 +75,7 @@ def by_autograd_key() -> Callable[..., Any]:
 
 
 def by_operator() -> Callable[..., Any]:
-    return Operator("nothing", SCHEMA, kernel, kernel, Nothing)
+    return Operator("nothing", SCHEMA, kernel, kernel, Nothing, kernel)
 
 
 LIBRARY = torch.library.Library("dispatch", "DEF")
