@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cupy
 import numpy as np
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import cuconvt
 
 # x, C_out, kernel, stride, padding, output_padding, groups, dilation
-CASES = {
+CASES: dict[str, tuple[Any, ...]] = {
     "kb58": ((16, 32, 16, 32, 64), 16, (3, 5, 7), 1, 0, 0, 1, 1),
     "kb61": ((8, 48, 64, 64, 64), 48, 3, 1, 0, 0, 1, 1),
     "kb70": ((8, 48, 96, 96, 96), 24, 3, 1, 0, 0, 1, 1),
@@ -58,7 +59,7 @@ def _row(name: str, repeat: int) -> str:
     generator = torch.Generator("cuda").manual_seed(torch.seed() % 2**31)
     x = torch.randn(shape, device="cuda", generator=generator)
     weight = torch.randn((shape[1], c_out // groups, *kernel), device="cuda", generator=generator)
-    parameters = {
+    parameters: dict[str, Any] = {
         "stride": stride,
         "padding": padding,
         "output_padding": output_padding,
@@ -88,7 +89,9 @@ def _row(name: str, repeat: int) -> str:
     return f"| {name} | {' | '.join(cells)} | {ratios} | {errors[0]:.1e} |"
 
 
-def _thread_per_output(x: cupy.ndarray, weight: cupy.ndarray, out: cupy.ndarray, p: dict) -> Callable[[], None]:
+def _thread_per_output(
+    x: cupy.ndarray, weight: cupy.ndarray, out: cupy.ndarray, p: dict[str, Any]
+) -> Callable[[], None]:
     source = (Path(__file__).parent / "thread_per_output.cu").read_text()
 
     def triple(value: int | tuple[int, ...]) -> tuple[int, ...]:
