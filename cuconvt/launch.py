@@ -11,6 +11,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy import ndarray
 from cupy_backends.cuda.api.driver import check_status, launchKernel
 
 EARLY = 6, 1  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and its value: allowed
@@ -71,7 +72,7 @@ class BoundKernel:
         """
         arguments = self._arguments
         # A call of `_address` for each would take longer than all the rest.
-        arguments.fill(*[p.data.ptr if type(p) is cupy.ndarray else _address(p) for p in pointers])
+        arguments.fill(*[p if type(p) is int else p.data.ptr if type(p) is ndarray else _address(p) for p in pointers])
         # The driver has copied all arguments when it returns, so that their memory may serve the next launch.
         launchKernel(*self._start, stream.ptr, arguments.address, 0)
 
@@ -87,7 +88,7 @@ class EarlyKernel(BoundKernel):
 
     def __call__(self, stream: Any, *pointers: Any) -> None:
         arguments, configuration = self._arguments, self._configuration
-        arguments.fill(*[p.data.ptr if type(p) is cupy.ndarray else _address(p) for p in pointers])
+        arguments.fill(*[p if type(p) is int else p.data.ptr if type(p) is ndarray else _address(p) for p in pointers])
         configuration.value.stream = stream.ptr
         status = self._launch(configuration.reference, self._function, arguments.reference, None)
         if status:
@@ -127,11 +128,10 @@ class _Configuration(threading.local):
 
 
 def _address(pointer: Any) -> int:
-    if isinstance(pointer, cupy.ndarray):
-        return pointer.data.ptr
+    """Return the address that something other than an integer or a plain array stands for."""
     if pointer is None:
         return 0
-    return pointer if type(pointer) is int else pointer.ptr
+    return pointer.data.ptr if isinstance(pointer, ndarray) else pointer.ptr
 
 
 class _Arguments(threading.local):

@@ -601,15 +601,16 @@ def test_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "getDevice", lambda: -1)  # what a CPU tensor gives for its device
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "current", raising=False)
     monkeypatch.setattr(launches, "_stream", lambda pointer: f"the {pointer} stream")
-    x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEM))
+    x, weight, _ = (tensor.detach() for tensor in arguments(PROBLEM))
     like = in_channels_last(torch.empty(PROBLEM.out_shape, dtype=torch.float64), 3)
-    call = launches.WarmCall(lambda *addresses, **keywords: launched.append((addresses, keywords)), like)
-    y = call(x, weight, None)
+    call = launches.WarmCall(lambda *arguments: launched.append(arguments), like)
+    y = call([x.data_ptr(), weight.data_ptr(), 0])
     assert (y.shape, y.stride(), y.dtype) == (like.shape, like.stride(), torch.float64)
-    (addresses, keywords) = launched[0]
-    assert list(addresses) == [x.data_ptr(), weight.data_ptr(), None, y.data_ptr()]
-    assert keywords == {"stream": "the current stream", "allocate": launches.torch_memory}
-    assert launches.WarmCall(None, torch.empty(0).new_empty(9)[1:])(x, weight, bias) is None  # another alignment
+    *addresses, stream, allocate = launched[0]
+    assert addresses == [x.data_ptr(), weight.data_ptr(), 0, y.data_ptr()]
+    assert stream == "the current stream"
+    assert allocate == call._workspace
+    assert launches.WarmCall(None, torch.empty(0).new_empty(9)[1:])(addresses) is None  # another alignment
 
 
 def test_equal_parameters_of_another_type_are_another_call() -> None:
@@ -643,8 +644,10 @@ def test_unhashable_precision_is_left_to_the_checks(precision: Any) -> None:
 
     parameters = ((1, 1), (0, 0), (0, 0), 1, (1, 1))
     tensors = (X.as_subclass(OnGpu), W.as_subclass(OnGpu), None)
-    assert kernels._slot_of("conv_transpose", tensors, (), (*parameters, None)) is not None
-    assert kernels._slot_of("conv_transpose", tensors, (), (*parameters, precision)) is None
+    slot, addresses = kernels._slot_of("conv_transpose", tensors, (), (*parameters, None))
+    assert slot is not None
+    assert addresses == [X.data_ptr(), W.data_ptr(), 0]
+    assert kernels._slot_of("conv_transpose", tensors, (), (*parameters, precision)) == (None, ())
 
 
 # Autocast.

@@ -69,14 +69,7 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        *others, compute = arguments
-        return compute(*others)
-
-    @staticmethod
-    def save_for_jvp(ctx: Any, *tensors: Tensor) -> None:
-        """Keep tensors for `jvp`, which is called at once if at all."""
-        if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*tensors)
+        return arguments[-1](*arguments[:-1])
 
 
 class _Leaf(tuple[Any, ...]):
@@ -138,23 +131,24 @@ class Operator:
                 return self.overload(*arguments)
             if torch.compiler.is_dynamo_compiling():  # else it is exporting, and calls what it traces
                 return torch.compiler.disable(self)(*arguments)
-        tensors = [tensor for tensor in arguments[: self._count] if tensor is not None]
+        tensors = arguments[: self._count]
         if not has_torch_function(tensors) and not _profiler_enabled():  # whose rows are the dispatcher's
             try:
                 keys = _keys(tensors)
             except TypeError:  # one is no tensor
-                return self._call_overload(tensors, arguments)
+                return self._call_overload(arguments)
             if keys in _AUTOGRAD:
                 if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
                     return self._record(*arguments, self._kernel)
                 return self._kernel(*arguments)
             if keys in _KERNEL:
                 return self._kernel(*arguments)
-        return self._call_overload(tensors, arguments)
+        return self._call_overload(arguments)
 
-    def _call_overload(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor:
+    def _call_overload(self, arguments: Sequence[Any]) -> Tensor:
         for (name, optional), value in zip(self._tensors, arguments, strict=False):
             check_is_tensor(name, value, optional)
+        tensors = [tensor for tensor in arguments[: self._count] if tensor is not None]
         transformed = _are_functorch_transforms_active() or forward_ad._current_level >= 0
         if not transformed or any(map(_has_own_torch_function, tensors)):
             return self.overload(*arguments)
@@ -182,10 +176,11 @@ def check_is_tensor(name: str, value: Any, optional: bool) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
-def _keys(tensors: Sequence[Tensor]) -> int:
+def _keys(tensors: Sequence[Tensor | None]) -> int:
     keys = _dispatch_tls_local_include_set().raw_repr()
     for tensor in tensors:
-        keys |= _dispatch_keys(tensor).raw_repr()
+        if tensor is not None:
+            keys |= _dispatch_keys(tensor).raw_repr()
     return keys & ~_dispatch_tls_local_exclude_set().raw_repr() & _RELEVANT
 
 

@@ -24,8 +24,8 @@ Ints = Sequence[int]
 
 
 def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: Any) -> Tensor:
-    slot = _slot_of("conv_transpose", (x, weight, bias), (), parameters)
-    result = _repeat(slot, x, weight, bias)
+    slot, addresses = _slot_of("conv_transpose", (x, weight, bias), (), parameters)
+    result = _repeat(slot, addresses)
     if result is None:
         check_tensors(x=x, weight=weight, bias=bias)
         geometry = _geometry(x.shape, weight.shape, None if bias is None else bias.shape, parameters)
@@ -40,8 +40,8 @@ def conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None, *parameters: 
 
 
 def conv_transpose_input(weight: Tensor, grad_output: Tensor, input_size: Ints, *parameters: Any) -> Tensor:
-    slot = _slot_of("input", (grad_output, weight), input_size, parameters)
-    result = _repeat(slot, grad_output, weight, None)
+    slot, addresses = _slot_of("input", (grad_output, weight, None), input_size, parameters)
+    result = _repeat(slot, addresses)
     if result is None:
         check_tensors(grad_output=grad_output, weight=weight)
         geometry = _geometry(input_size, weight.shape, None, parameters)
@@ -57,8 +57,8 @@ def conv_transpose_input(weight: Tensor, grad_output: Tensor, input_size: Ints, 
 
 
 def conv_transpose_weight(x: Tensor, grad_output: Tensor, weight_size: Ints, *parameters: Any) -> Tensor:
-    slot = _slot_of("weight", (x, grad_output), weight_size, parameters)
-    result = _repeat(slot, x, grad_output)
+    slot, addresses = _slot_of("weight", (x, grad_output), weight_size, parameters)
+    result = _repeat(slot, addresses)
     if result is None:
         check_tensors(x=x, grad_output=grad_output)
         geometry = _geometry(x.shape, weight_size, None, parameters)
@@ -149,17 +149,31 @@ def _first_call(
     Call(arrays, result).run(tuple(result.shape), parameters[-1], launch)
 
 
-def _slot_of(operation: str, tensors: Sequence[Tensor | None], size: Ints, parameters: Sequence[Any]) -> Slot | None:
-    """Return where a call on a GPU is remembered, by everything that its plan, its errors and its result depend on."""
+def _slot_of(
+    operation: str, tensors: Sequence[Tensor | None], size: Ints, parameters: Sequence[Any]
+) -> tuple[Slot | None, Sequence[int]]:
+    """Return where a call on a GPU is remembered, by everything that its plan, its errors and its result depend on.
+
+    With it come the addresses of the tensors, 0 for one that is not given.
+    """
     if tensors[0] is None or not tensors[0].is_cuda:
-        return None
+        return None, ()
+    addresses = []
+    key: list[Any] = [operation]
+    for tensor in tensors:
+        if tensor is None:
+            addresses.append(0)
+            key.append(None)
+        else:
+            address = tensor.data_ptr()
+            addresses.append(address)
+            key.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), address % ALIGNMENT == 0))
     stride, padding, output_padding, groups, dilation, precision = parameters
-    keys = [None if tensor is None else _key(tensor) for tensor in tensors]
-    numbers = (*size, len(stride), *stride, *padding, *output_padding, groups, *dilation)
     try:
-        return _slot(operation, *keys, *numbers, precision)
+        slot = _slot(*key, *size, len(stride), *stride, *padding, *output_padding, groups, *dilation, precision)
     except TypeError:  # not hashable, and so nothing valid: the first call says what
-        return None
+        return None, ()
+    return slot, addresses
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # typed: 2 and 2.0 are equal, and only the first is a valid stride
@@ -173,10 +187,6 @@ def _all_int(parameters: Sequence[Any]) -> bool:
     return all(type(number) is int for number in (*stride, *padding, *output_padding, groups, *dilation))
 
 
-def _key(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT == 0
-
-
-def _repeat(slot: Slot | None, *tensors: Tensor | None) -> Tensor | None:
+def _repeat(slot: Slot | None, addresses: Sequence[int]) -> Tensor | None:
     """Launch a call that came before and return its result; None if there was none, or the plan does not fit."""
-    return None if slot is None or slot.warm_call is None else slot.warm_call(*tensors)
+    return None if slot is None or slot.warm_call is None else slot.warm_call(addresses)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cuconvt.geometry import make_geometry, normalise
 from cuconvt.torch import batching, kernels
@@ -63,22 +64,24 @@ class ConvTranspose(Node):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight = inputs[:2]
         ctx.x_shape, ctx.weight_shape, ctx.parameters = x.shape, weight.shape, inputs[3:9]
-        ctx.out_shape = output.shape
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        Node.save_for_jvp(ctx, x, weight)
+        if forward_ad._current_level >= 0:  # then `jvp` is called at once if at all
+            ctx.save_for_forward(x, weight)
+            ctx.out_shape = output.shape
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if needs_x:
             grad_x = conv_transpose_input(weight, grad, ctx.x_shape, *ctx.parameters)
-        if ctx.needs_input_grad[1]:
+        if needs_weight:
             grad_weight = conv_transpose_weight(x, grad, ctx.weight_shape, *ctx.parameters)
-        if ctx.needs_input_grad[2]:
-            channels = grad.dim() - len(ctx.weight_shape) + 1
-            grad_bias = grad.sum([axis for axis in range(grad.dim()) if axis != channels])
+        if needs_bias:
+            rank = len(ctx.weight_shape) - 2
+            grad_bias = grad.sum((*range(grad.dim() - rank - 1), *range(-rank, 0)))  # all axes but the channels'
         return grad_x, grad_weight, grad_bias, *_NO_GRADIENTS
 
     @staticmethod
@@ -97,7 +100,8 @@ class ConvTransposeInput(Node):
         ctx.x_shape, ctx.weight_shape, ctx.parameters = inputs[2], weight.shape, inputs[3:9]
         needs_weight, needs_grad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(weight if needs_grad else None, grad_output if needs_weight else None)
-        Node.save_for_jvp(ctx, weight, grad_output)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(weight, grad_output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -121,7 +125,8 @@ class ConvTransposeWeight(Node):
         ctx.x_shape, ctx.weight_shape, ctx.parameters = x.shape, inputs[2], inputs[3:9]
         needs_x, needs_grad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_grad else None, grad_output if needs_x else None)
-        Node.save_for_jvp(ctx, x, grad_output)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(x, grad_output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
