@@ -299,6 +299,7 @@ def problem_parameters(
     x_vector: int = False,
     out_vector: int = False,
     box: Ints = (0,) * 11,
+    planes: Ints = (0, 0),
 ) -> Ints:
     """Return ``struct Problem`` of kernels/common.cuh as a flat tuple."""
     g = geometry
@@ -317,6 +318,7 @@ def problem_parameters(
         *(int(x_vector), int(out_vector)),
         *(magic(divisor) for divisor in (*tiles, g.groups)),
         *box,
+        *planes,
     )
 
 

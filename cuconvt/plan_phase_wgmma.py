@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, gcd, inf, log, prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -80,6 +80,7 @@ TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
     2: ((64, 16, 16), (64, 65, 65), (64, 128, 128)),
     3: ((33, 33, 33), (48, 48, 48), (66, 66, 66), (18, 36, 70)),
 }
+FILL_BYTES = 2176  # of shared memory, from which planes that no tap reaches are filled
 LONGER_RING = 6  # slots of weights, where there is room: so many hide how long they take from L2
 # Shared memory that leaves the L1 cache 60 KB: with half of these, loads of rows took a sixth longer.
 SHARED_BYTES_BESIDE_L1 = 195 * 1024
@@ -177,6 +178,8 @@ def plan_tile(
 ) -> Plan | Refusal:
     """Plan a problem with a given tile."""
     work = Work(geometry, dtype, precision, layout)
+    every = all_positions(geometry)
+    geometry, layout, planes = _reached_planes(geometry, layout)
     extents = tuple(-(-o // s) for o, s in zip(geometry.out_extent, geometry.stride, strict=True))
     tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
     if tile.slides:
@@ -202,6 +205,7 @@ def plan_tile(
         "SLIDES": tile.slides,
         "MERGE_D": tile.merge_d,
         "JOIN_W": tile.join_w,
+        "PLANE_STEP": planes.step,
         "HALF_K": tile.half_k,
         "OUT_RUN": work.shape.run if work.stores_runs(tile) else 1,
         "FAR_CHANNELS": work.chunk(tile) * abs(layout.x[1]) >= INDEX_LIMIT,
@@ -226,8 +230,9 @@ def plan_tile(
             _x_vector(geometry, layout, work.shape.itemsize),
             False,
             work.box_parameters(tile, box, blocks),
+            (planes.extent, planes.first),
         ),
-        cost=cost * all_positions(geometry),
+        cost=cost * every,
         packed_words=slots * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,
@@ -312,6 +317,39 @@ def _batch_as_depth(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layou
     return geometry, layout
 
 
+class Planes(NamedTuple):
+    """Which planes of a result along D taps reach: the first one and each one `step` further."""
+
+    extent: int  # of all
+    first: int
+    step: int
+
+
+def _reached_planes(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout, Planes]:
+    """Leave out the planes along D that no tap reaches, for kernels that fill them by themselves.
+
+    An output o has a tap k where o + pad = i * stride + k * dilation for some i, a multiple of their common divisor. Of
+    these outputs alone, stride and dilation are as many times smaller. Results in rows, whose planes have no gaps.
+    """
+    g, all_of_them = geometry, Planes(geometry.out_extent[0], 0, 1)
+    step = g.stride[0] if g.kernel[0] == 1 else gcd(g.stride[0], g.dilation[0])
+    pad = -(-g.pad_before[0] // step)
+    first = step * pad - g.pad_before[0]
+    extent = -(-(g.out_extent[0] - first) // step)
+    dense = layout.out[4] == 1 and layout.out[3] == g.out_extent[2]
+    if step == 1 or extent < 1 or not dense or layout.out_channels_last:
+        return geometry, layout, all_of_them
+    reached = dataclasses.replace(
+        g,
+        stride=(g.stride[0] // step, *g.stride[1:]),
+        dilation=(1 if g.kernel[0] == 1 else g.dilation[0] // step, *g.dilation[1:]),
+        pad_before=(pad, *g.pad_before[1:]),
+        out_extent=(extent, *g.out_extent[1:]),
+    )
+    out = (*layout.out[:2], step * layout.out[2], *layout.out[3:])
+    return reached, dataclasses.replace(layout, out=out), Planes(g.out_extent[0], first, step)
+
+
 def _run(geometry: Geometry, layout: Layout, itemsize: int) -> int:
     """Return how many outputs along W of a position, which follow each other, may be written at a time.
 
@@ -340,6 +378,7 @@ class Shape:
     pairs: bool  # whether x is read two positions at a time
     late: Ints  # whether the first outputs of some phase belong to a position one further than those of another
     run: int = 1  # outputs along W of a position that may be written at a time
+    plane_step: int = 1  # planes of the result for one that taps reach, of which the others are filled
 
 
 class Work:
@@ -348,7 +387,8 @@ class Work:
     extents, extents_of_wide = TYPICAL_EXTENTS, TYPICAL_EXTENTS_OF_WIDE
 
     def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout):
-        g = geometry
+        run = 1 if layout.out_channels_last else _run(geometry, layout, 4 if dtype == "float32" else 2)
+        g, layout, planes = _reached_planes(geometry, layout)
         self.shape = Shape(
             g.rank,
             g.kernel,
@@ -362,7 +402,8 @@ class Work:
             layout.out_channels_last,
             dtype != "float32" and not layout.x_channels_last and _x_vector(g, layout, 2),
             tuple(int(p % st != 0) for p, st in zip(g.pad_before, g.stride, strict=True)),
-            1 if layout.out_channels_last else _run(g, layout, 4 if dtype == "float32" else 2),
+            run,
+            planes.step,
         )
         self._derive()
 
@@ -449,7 +490,7 @@ class Work:
         return self.slots_of_chunk(tile) * self.taps_w(tile) * tile.tiles_m * tile.k_steps * self.shape.products
 
     def outputs(self, tile: Tile) -> int:
-        """Return the outputs of a position that a block stores, of one channel."""
+        """Return the outputs of a position that a block's workers store, of one channel."""
         s = self.shape
         return s.stride[2] * (s.stride[0] * s.stride[1] if tile.all_phases else 1)
 
@@ -527,7 +568,8 @@ class Work:
             targets = round_up(tile.rows * self.outputs(tile), 128 * tile.team) * (24 if index64 else 20)
         turned *= teams
         items = box.items * (16 if index64 else 8)
-        return barriers + tile.ring * self.slot_bytes(tile) + staged + turned + round_up(targets, 8) + items
+        fill = FILL_BYTES if self.shape.plane_step > 1 else 0
+        return barriers + fill + tile.ring * self.slot_bytes(tile) + staged + turned + round_up(targets, 8) + items
 
     def fits(self, tile: Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own.
@@ -714,7 +756,7 @@ class Work:
             ragged = max(1, SECTOR / (s.itemsize * min(8 * tile.tiles_c, s.c_out)))
         else:
             ragged = 1 + ROW_ENDS / (box.extent[2] * s.stride[2])
-        memory = outputs * s.itemsize * ragged / MEMORY_BYTES_A_CLOCK
+        memory = outputs * s.plane_step * s.itemsize * ragged / MEMORY_BYTES_A_CLOCK
         staging = staged / 16 * COPY_INSTRUCTIONS if s.x_channels_last else staged / s.itemsize * 5
         issue = (staging + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
         busiest = max(shared, tensor, l2, memory, issue)
@@ -838,6 +880,6 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         if work.accumulators(tile) + work.other_registers(tile) > REGISTERS[workers, stagers, blocks][0]:
             continue
-        if tile.resident and workers > 1 and not slides:
+        if tile.resident and workers > 1 and not slides and shape.plane_step == 1:  # which would spill, too
             yield dataclasses.replace(tile, take_turns=True)
         yield tile

@@ -166,6 +166,7 @@ struct Problem {
                              // (of narrow groups, whether the weights are as the call has them)
     long long blocks;        // boxes in all, for blocks that take one after the other
     long long box_magic[4];  // for dividing by what such a kernel has to
+    long long planes[2];     // of a result of which only some are reached by taps: all along D, and the first such one
 };
 
 // n / d for all n < 2^31. The host gives d as m + 2^32 s with m = ceil(2^(31 + s) / d): n / d = n m / 2^(31 + s).

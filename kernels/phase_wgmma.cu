@@ -45,6 +45,9 @@
 #ifndef FAR_CHANNELS  // whether channels that are staged together may be 2**31 elements apart; neighbouring ones are not
 #define FAR_CHANNELS 0
 #endif
+#ifndef PLANE_STEP  // from a plane of the result to the next; those between have no tap and are filled (see fill.cuh)
+#define PLANE_STEP 1
+#endif
 #ifndef HALF_K  // whether the second piece of a wgmma is nothing: for no more channels than one piece has
 #define HALF_K 0
 #endif
@@ -96,6 +99,7 @@ __host__ __device__ constexpr int column_of(int sum) {
     return ((COLUMNS_W > 1 ? sum % SUMS_W : 0) * COLUMNS_D + (MERGE_D ? sum / SUMS_W / LIVE_H : 0)) * TILE_C;
 }
 
+#include "fill.cuh"
 #include "wgmma_store.cuh"
 
 static_assert(!MERGE_D || SLIDES, "otherwise taps along D read different slices");
@@ -106,6 +110,7 @@ static_assert(!TAKE_TURNS || ALL_PHASES || STRIDE_D * STRIDE_H == 1, "teams coun
 static_assert(STRIDE_W % OUT_RUN == 0 && OUT_RUN * sizeof(Stored) <= 16, "a run is of one position, and one store");
 static_assert(!MERGE_W || OUT_RUN == 1 || REACH_W + FIRST_PHASE_W == 0, "taps whose sums are shifted are turned");
 static_assert(!JOIN_W || OUT_CHANNELS_LAST, "the first outputs of a run may be outside of the result");
+static_assert(!FILLS || !OUT_CHANNELS_LAST, "planes of one channel");
 static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
 static_assert(!(SLIDES && TAKE_TURNS), "boxes at the edge have fewer slices, and all rings must be as far");
 static_assert(!INDEX64, "offsets count from where a box begins, and the planner takes no box that reaches further than 2**31");
@@ -193,7 +198,8 @@ __device__ __forceinline__ void find_items(Item* items, const Problem& p, const 
 }
 
 // What stagers compute from a value, they compute again where they use it if registers are short: it costs a few percent.
-constexpr bool CROWDED = sizeof(Stored) == 4 && !X_CHANNELS_LAST && K_STEPS > 1 && (!SLIDES || PARTS > 1);
+constexpr bool CROWDED =
+    !X_CHANNELS_LAST && (sizeof(Stored) == 4 ? K_STEPS > 1 && (!SLIDES || PARTS > 1) : PLANE_STEP > 1 && SLIDES && K_STEPS == 1);
 __device__ __forceinline__ int later(int value) { return CROWDED ? recomputed(value) : value; }
 
 // Stages what there is of a chunk, a value at a time or, with PAIRS, two along a row. Some pieces of an item are a unit of work:
@@ -554,6 +560,7 @@ __device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, c
     bring_bias(turned, bias, p, b.tile_c, b.group);
     const Index d = b.d * STRIDE_D + b.phase_d - (Index)p.pad[0], h = b.h * STRIDE_H + b.phase_h - (Index)p.pad[1];
     const Index w = b.w * STRIDE_W - (Index)p.pad[2];
+    if (FILLS) out += p.planes[1] * plane_stride(p);
     out += b.n * p.out_stride[0] + (b.group * p.c_out + b.tile_c * TILE_C) * p.out_stride[1];
     out += d * p.out_stride[2] + h * p.out_stride[3] + w * p.out_stride[4];
     const int left = (int)p.c_out - b.tile_c * TILE_C;
@@ -594,12 +601,38 @@ struct Rows {
     __device__ __forceinline__ int count() const { return d.count * h.count; }
 };
 
+// Brings the weights of a box through the ring; once and for all, if they stay. By one thread.
+template <class AfterSlot>
+__device__ __forceinline__ void bring_weights(Ring& ring, Piece* slots, const Piece* packed, const Block& b, const Rows& rows,
+                                              int slices, int chunks, const Problem& p, AfterSlot after_slot) {
+    packed += (b.group * p.tiles[3] + b.tile_c) * chunks * (ROWS_OF_TAPS * (long long)SLOT);
+    for (int slice = 0; slice < slices; ++slice) {
+        if (is_empty(b, slice, p)) continue;
+        const Piece* from = packed;
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            for (int row_d = 0; row_d < rows.slots_d(); ++row_d) {
+                for (int row_h = 0; row_h < rows.h.count; ++row_h) {
+                    const int row = rows.d.tap(row_d) * KERNEL_H + rows.h.tap(row_h);
+                    ring.wait_until_free();
+                    barrier_arrive_expecting(ring.full + ring.place, SLOT * sizeof(Piece));
+                    copy_bulk(slots + ring.place * SLOT, from + row * (long long)SLOT, SLOT * sizeof(Piece),
+                              ring.full + ring.place);
+                    ring.next<RING>();
+                    after_slot();
+                }
+            }
+            from += ROWS_OF_TAPS * (long long)SLOT;
+        }
+        if (RESIDENT) return;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     phase_wgmma(const Stored* x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const Staged s = staged_box(p);
     Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
-    Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
+    Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES + (FILLS ? round_up((int)sizeof(Fill), 128) : 0));
     Piece* const stages = slots + RING * SLOT;
     Turned* const turned = reinterpret_cast<Turned*>(stages + TEAMS * X_STAGES * PLANES * s.plane);
     Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
@@ -628,34 +661,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int thread = threadIdx.x - WORKER_THREADS - 32;
         if (thread < 0 && lane) return;
         if (thread < 0) wait_for_kernel_before();  // it packs the weights, while x is staged
+#if PLANE_STEP > 1
+        // The thread that brings weights fills planes, some after each slot: what it waits for, workers hardly ever do.
+        if (thread < 0) {
+            Fill& fill = *reinterpret_cast<Fill*>(shared_bytes + BARRIER_BYTES);
+            find_planes(fill, p);
+            const unsigned boxes = ((unsigned)p.blocks - blockIdx.x + gridDim.x - 1) / gridDim.x;
+            fill.at_once = fill.left / (boxes * (RESIDENT ? 1 : slices * chunks * ROWS_OF_TAPS)) + 1;
+            const auto fill_next = [&] { fill_planes(fill, fill.at_once, bias, out, p); };
+            bool stay = false;
+            for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
+                const Block b = locate(index, p);
+                const Rows rows(b);
+                if (!rows.count()) continue;
+                if (!stay)
+                    bring_weights(weight_ring, slots, packed, b, rows, slices, chunks, p, [&] { if (!RESIDENT) fill_next(); });
+                if (RESIDENT) fill_next();
+                stay = RESIDENT;
+            }
+            fill_planes(fill, ~0u, bias, out, p);
+            store_bulk_wait();
+            return;
+        }
+#endif
         const int count = items_of(p, s);
         UnderWay under_way = {0, 0};
         int team = 0;
-        for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
+        // Neither how far the next box is nor whether there is one is worked out earlier: that would take registers.
+        const auto blocks = [] { return FILLS ? (unsigned)recomputed((int)gridDim.x) : gridDim.x; };
+        for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += blocks()) {
             const Block b = locate(index, p);
             const Rows rows(b);
             if (!rows.count()) continue;
-            if (thread < 0) {
-                const Piece* const packed_here =
-                    packed + (b.group * p.tiles[3] + b.tile_c) * chunks * (ROWS_OF_TAPS * (long long)SLOT);
-                for (int slice = 0; slice < slices; ++slice) {
-                    if (is_empty(b, slice, p)) continue;
-                    const Piece* from = packed_here;
-                    for (int chunk = 0; chunk < chunks; ++chunk) {
-                        for (int row_d = 0; row_d < rows.slots_d(); ++row_d) {
-                            for (int row_h = 0; row_h < rows.h.count; ++row_h) {
-                                const int row = rows.d.tap(row_d) * KERNEL_H + rows.h.tap(row_h);
-                                weight_ring.wait_until_free();
-                                barrier_arrive_expecting(weight_ring.full + weight_ring.place, SLOT * sizeof(Piece));
-                                copy_bulk(slots + weight_ring.place * SLOT, from + row * (long long)SLOT,
-                                          SLOT * sizeof(Piece), weight_ring.full + weight_ring.place);
-                                weight_ring.next<RING>();
-                            }
-                        }
-                        from += ROWS_OF_TAPS * (long long)SLOT;
-                    }
-                    if (RESIDENT) return;
-                }
+            if (!FILLS && thread < 0) {
+                bring_weights(weight_ring, slots, packed, b, rows, slices, chunks, p, [] {});
+                if (RESIDENT) return;
                 continue;
             }
             warps_sync(1, STAGERS);  // nobody reads the items of the box before

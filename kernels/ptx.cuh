@@ -406,6 +406,19 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, unsi
                  : "memory");
 }
 
+// The other way: 16-byte aligned bytes, a multiple of 16, of a thread's group. They may be written over once they are read, and
+// the block may end once they are written.
+__device__ __forceinline__ void store_bulk(void* global, const void* shared, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
+                 "r"(shared_address(shared)), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void store_bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void store_bulk_wait_until_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void store_bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Between ordinary writes to shared memory and the barrier after which wgmma or a bulk copy uses it.
 __device__ __forceinline__ void publish_shared_writes() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -141,7 +141,7 @@ def whole_rows(this: Case) -> list[Problem]:
 
 
 def read_by_vectors(plan: Plan) -> bool:
-    return bool(plan.problem[-18])
+    return bool(plan.problem[-20])
 
 
 def plan_for(this: Case, problem: Problem) -> Plan:

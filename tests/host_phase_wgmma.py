@@ -61,6 +61,7 @@ def cases() -> dict[str, dict[str, Any]]:
         found[f"{tiles_c}-tiles-{'last' if last else 'rows'}"] = {"spec": spec, "dtype": "bfloat16", **fields}
     found.update(sliding_cases())
     found.update(run_cases())
+    found.update(filled_cases())
     return found
 
 
@@ -114,6 +115,34 @@ def run_cases() -> dict[str, dict[str, Any]]:
         shifts = (*(None,) * (len(kernel) - 1), 0)
         spec = Specialisation(kernel, stride, ones, c_in, c_out, ROWS, ROWS[:3], shifts=shifts)
         found[f"runs-{index}"] = {"spec": spec, "dtype": dtype, **fields}
+    return found
+
+
+def filled_cases() -> dict[str, dict[str, Any]]:
+    """Return cases of planes along D that no tap reaches, of blocks that slide and of others."""
+    # Kernel, stride, dilation, C_in, C_out, dtype, precision and the tile.
+    table = (
+        (
+            (3, 3, 3),
+            (2, 2, 2),
+            (2, 2, 2),
+            9,
+            12,
+            "float32",
+            "tf32",
+            (1, 2, False, 1, 2, 3, False, False, True, 2, True),
+        ),
+        ((3, 2, 2), (4, 1, 2), (2, 1, 2), 17, 9, "bfloat16", None, (1, 2, False, 1, 4, 4, True, False, True, 2, True)),
+        ((1, 2, 3), (2, 1, 2), (3, 1, 1), 8, 5, "float32", "tf32x3", (1, 1, True, 1, 2, 3, False, False, False, 2)),
+        ((2, 2, 4), (6, 2, 2), (3, 1, 1), 20, 8, "float16", None, (2, 1, False, 1, 2, 3, False, False, False, 2)),
+    )
+    found = {}
+    for index, (kernel, stride, dilation, c_in, c_out, dtype, precision, tile) in enumerate(table):
+        spec = Specialisation(kernel, stride, dilation, c_in, c_out, ROWS, ("contiguous", "misaligned"))
+        whole = Tile(1, 1, *tile, merge_d=len(tile) > 10 and index > 0)
+        device = Device(90, (1, 3)[index % 2], SHARED_BYTES)
+        fields = {"precision": precision, "device": device, "plan": plan_with(whole, index % 2 == 1)}
+        found[f"filled-{index}"] = {"spec": spec, "dtype": dtype, **fields}
     return found
 
 

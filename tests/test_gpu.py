@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -127,30 +129,50 @@ DISJOINT = {
 }
 
 
-@pytest.fixture
-def by_disjoint(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Plan with disjoint, whatever the estimates say."""
+@contextlib.contextmanager
+def planned_by(family: Any) -> Iterator[None]:
+    """Plan with one kernel's planner, whatever the estimates say."""
     from cuconvt import cuda, warm
-    from cuconvt.plan_disjoint import plan_disjoint
 
     plans = []
 
     def plan(*problem: Any) -> Any:
-        plans.append(plan_disjoint(*problem))
+        plans.append(family(*problem))
         return plans[-1]
 
-    monkeypatch.setattr(cuda, "make_plan", plan)
-    for memo in (cuda._prepare, warm._slot):
-        memo.cache_clear()
-    yield
-    for memo in (cuda._prepare, warm._slot):
-        memo.cache_clear()
+    memos = cuda._prepare, warm._slot
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "make_plan", plan)
+        for memo in memos:
+            memo.cache_clear()
+        yield
+        for memo in memos:
+            memo.cache_clear()
     assert plans
 
 
-@pytest.mark.parametrize(
+@pytest.fixture
+def by_disjoint() -> Iterator[None]:
+    from cuconvt.plan_disjoint import plan_disjoint
+
+    with planned_by(plan_disjoint):
+        yield
+
+
+@pytest.fixture
+def by_phase_wgmma() -> Iterator[None]:
+    from cuconvt.plan_phase_wgmma import plan_phase_wgmma
+
+    with planned_by(plan_phase_wgmma):
+        yield
+
+
+FOR_TENSOR_CORES = pytest.mark.parametrize(
     ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]
 )
+
+
+@FOR_TENSOR_CORES
 @pytest.mark.parametrize("name", DISJOINT)
 def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: str, precision: str | None) -> None:
     check(DISJOINT[name], dtype, cupy, precision)
@@ -160,6 +182,27 @@ def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: 
 @pytest.mark.parametrize("name", ["upsampling_2d", "one_tap", "by_three"])
 def test_special_values_of_disjoint(cupy: Any, by_disjoint: None, checked: Any, name: str) -> None:
     checked(DISJOINT[name], to_gpu, "tf32x3")
+
+
+# Planes along D that no tap reaches: between others or, with much padding, before the first and behind the last one.
+FILLED = {
+    "kb77": case((4, 32, 9, 20, 32), 64, 3, stride=2, padding=1, dilation=2, has_bias=True),
+    "unpadded": case((2, 48, 8, 21, 33), 40, 3, stride=2, dilation=2, out_layout="misaligned"),
+    "one_tap": case((3, 32, 7, 12, 20), 24, (1, 3, 3), stride=(3, 2, 2), output_padding=(2, 0, 1), has_bias=True),
+    "by_four": case((2, 64, 6, 9, 40), 32, (3, 2, 4), stride=(4, 1, 2), padding=(5, 0, 1), dilation=(2, 1, 1)),
+    "phases_without_a_tap": case((2, 40, 5, 9, 20), 17, 2, stride=6, padding=1, dilation=2, has_bias=True),
+    "small_planes": case((5, 96, 16, 2, 3), 72, 3, stride=2, dilation=2, padding=(4, 2, 2), has_bias=True),
+    "gaps": case((2, 32, 5, 9, 20), 24, 3, stride=2, dilation=2, x_layout="cropped", out_layout="cropped"),
+    "channels_last": case((2, 32, 5, 9, 20), 24, 3, stride=2, dilation=2, out_layout="channels_last", has_bias=True),
+}
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("name", FILLED)
+def test_planes_that_no_tap_reaches(
+    cupy: Any, by_phase_wgmma: None, name: str, dtype: str, precision: str | None
+) -> None:
+    check(FILLED[name], dtype, cupy, precision)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

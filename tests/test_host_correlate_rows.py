@@ -54,8 +54,8 @@ def test_every_kind_of_tile_is_reached() -> None:
             reached[f"{bytes_copied(plan)} bytes at a time"] += 1
             for name in ("RESIDENT", "OUT_CHANNELS_LAST", "INDEX64", "WORKERS", "PAD_W", "X_STAGES", "STRIDE_W"):
                 reached[f"{name} {d[name]}"] += 1
-            reached["pairs of results"] += plan.problem[-17]
-            reached["patches"] += any(plan.problem[-7:-5])
+            reached["pairs of results"] += plan.problem[-19]
+            reached["patches"] += any(plan.problem[-9:-7])
             reached["an odd number of taps"] += d["KERNEL_W"] % 2
             reached["taps apart"] += d["KERNEL_W"] > 1 and d["DILATION_W"] > 1
     for kind in (

@@ -142,6 +142,15 @@ def phase_wgmma_fault(before: str, after: str, caught_by: str, *run_with: Any) -
     return Fault(before, after, caught_by, "phase_wgmma.cu", run)
 
 
+# Every other plane along D has no tap; its elements are more than are copied at a time.
+FILLED = case((3, 9, 3, 4, 40), 12, 3, stride=2, padding=1, dilation=2, has_bias=True)
+OF_ALL_PHASES = dataclasses.replace(PASSING, all_phases=True)
+
+
+def filled_fault(before: str, after: str, caught_by: str) -> Fault:
+    return phase_wgmma_fault(before, after, caught_by, OF_ALL_PHASES, "tf32", FILLED)
+
+
 # Several tiles a worker or, on more multiprocessors, parts of the weights; rows that end within a run or not.
 UPSAMPLED = case((2, 20, 9, 23), 20, 2, stride=2, padding=((2, 0), (1, 1)), output_padding=(0, 1), has_bias=True)
 UPSAMPLED_EVEN = case((2, 20, 9, 24), 20, 2, stride=2, has_bias=True)
@@ -391,8 +400,33 @@ FAULTS = {
         "wait_for_kernel_before();\nconst Fragment", "const Fragment", KERNEL_BEFORE
     ),
     "no wait for weights": phase_wgmma_fault("                    weight_ring.wait_until_full();\n", "", UNFILLED),
-    "no wait for a free stage": phase_wgmma_fault("                ring.wait_until_free();\n", "", IN_USE),
-    "no wait for a free slot": phase_wgmma_fault("weight_ring.wait_until_free();", "", IN_USE),
+    "no wait for a free stage": phase_wgmma_fault("ring.wait_until_free();\nconst int", "const int", IN_USE),
+    "no wait for a free slot": phase_wgmma_fault(
+        "rows.h.tap(row_h);\nring.wait_until_free();", "rows.h.tap(row_h);", IN_USE
+    ),
+    "planes that are not waited for": filled_fault(
+        "            store_bulk_wait();\n", "", "the block ends before thread .* waits for its bulk stores"
+    ),
+    "a value written over while it is copied": filled_fault("    store_bulk_wait_until_read();\n", "", VALUES),
+    "a value that copies do not see": filled_fault(
+        "publish_shared_writes();\nfill.biased", "fill.biased", "a bulk store reads .* did not publish"
+    ),
+    "copies to where nothing is aligned": filled_fault(
+        "long>(to) % 16; --count", "long>(to) % 4; --count", "misaligned"
+    ),
+    "planes that taps reach are filled, too": filled_fault(
+        "(fill.d + PLANE_STEP - (int)p.planes[1]) % PLANE_STEP", "true", VALUES + "|wrote"
+    ),
+    "planes counted without the padding": filled_fault(
+        "PLANE_STEP - (int)p.planes[1])", "PLANE_STEP)", VALUES + "|wrote"
+    ),
+    "workers that begin at the first plane": filled_fault(
+        "out += p.planes[1] * plane_stride(p);", ";", VALUES + "|wrote|nobody wrote"
+    ),
+    "planes filled as far apart as those with a tap": filled_fault(
+        "p.out_stride[2] / PLANE_STEP", "p.out_stride[2]", VALUES + "|wrote|past an array"
+    ),
+    "the first channel's bias": filled_fault("bias[fill.channel * stride]", "bias[0]", VALUES),
     "a slot that is never free again": phase_wgmma_fault(
         "if (!RESIDENT && lane == 0", "if (RESIDENT && lane == 0", "not all threads reach a barrier"
     ),
@@ -493,6 +527,7 @@ UNPLANTED = (
     "no wait for x",
     "a chain that does not start from zero",
     "a team with the other one's stages",
+    "the first channel's bias",
 )
 
 

@@ -24,7 +24,16 @@ from cuconvt.plan_disjoint import plan_disjoint
 from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
 from cuconvt.plan_gather import plan_gather
 from cuconvt.plan_narrow_groups import plan_narrow_groups
-from cuconvt.plan_phase_wgmma import Work, _batch_as_depth, candidates, choose_tile, plan_phase_wgmma, tiles
+from cuconvt.plan_phase_wgmma import (
+    Planes,
+    Work,
+    _batch_as_depth,
+    _reached_planes,
+    candidates,
+    choose_tile,
+    plan_phase_wgmma,
+    tiles,
+)
 
 Ints = tuple[int, ...]
 Kind = tuple[str, str | None]
@@ -954,3 +963,43 @@ def test_blocks_walk_only_where_slices_are_shared() -> None:
         geometry = geometry_of(case((1, 32, 9, 9, 9), 24, kernel, stride, dilation=dilation))
         work = Work(geometry, "bfloat16", None, layout_of(geometry))
         assert any(tile.slides for tile in tiles(work)) == walks
+
+
+def outputs_of_taps(geometry: Geometry) -> dict[int, set[tuple[int, int]]]:
+    """Return which taps and positions along D reach which planes of the result."""
+    found: dict[int, set[tuple[int, int]]] = {}
+    for position, tap in itertools.product(range(geometry.x_extent[0]), range(geometry.kernel[0])):
+        output = position * geometry.stride[0] + tap * geometry.dilation[0] - geometry.pad_before[0]
+        if 0 <= output < geometry.out_extent[0]:
+            found.setdefault(output, set()).add((position, tap))
+    return found
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 5])
+@pytest.mark.parametrize(("stride", "dilation"), [(2, 2), (2, 4), (4, 2), (6, 3), (3, 2), (6, 4)])
+def test_planes_that_taps_reach_are_a_problem_of_their_own(kernel: int, stride: int, dilation: int) -> None:
+    for padding, extent in itertools.product(range(dilation * (kernel - 1) + 1), (1, 4)):
+        shape, pads = (2, 32, extent, 5, 9), ((padding, 0), 0, 0)
+        try:
+            problem = case(shape, 24, (kernel, 3, 3), (stride, 1, 1), pads, dilation=(dilation, 1, 1))
+            geometry = geometry_of(problem)
+        except ValueError:  # no output is left
+            continue
+        layout = layout_of(geometry)
+        reached, of_reached, planes = _reached_planes(geometry, layout)
+        assert planes.extent == geometry.out_extent[0]
+        assert of_reached.out[2] == planes.step * layout.out[2]
+        assert 0 <= planes.first < planes.step
+        last = planes.first + planes.step * (reached.out_extent[0] - 1)
+        assert last < planes.extent <= last + planes.step
+        expected = outputs_of_taps(geometry)
+        assert {
+            planes.first + planes.step * output: taps for output, taps in outputs_of_taps(reached).items()
+        } == expected
+        assert _reached_planes(reached, of_reached) == (reached, of_reached, Planes(reached.out_extent[0], 0, 1))
+
+
+def test_planes_with_gaps_are_all_planned() -> None:
+    geometry = geometry_of(case((2, 32, 4, 5, 9), 24, 3, 2, dilation=2))
+    for layout in (layout_of(geometry, True), dataclasses.replace(layout_of(geometry), out=(9999, 999, 99, 33, 1))):
+        assert _reached_planes(geometry, layout) == (geometry, layout, Planes(geometry.out_extent[0], 0, 1))

@@ -181,6 +181,37 @@ void copy_bulk(void* shared, const void* global, uint32_t bytes, const void* bar
     complete_if_all_is_in(b);
 }
 
+// Bulk stores of threads that have not waited for them: read as late as can be, when they do.
+struct BulkStore {
+    unsigned thread;
+    void* to;
+    uint32_t from, size;
+    bool committed;
+};
+static std::vector<BulkStore> bulk_stores;
+
+void store_bulk(void* global, const void* shared, uint32_t bytes) {
+    const uint32_t from = shared_address(shared);
+    check_bulk_store(global, from, bytes);
+    bulk_stores.push_back({current, global, from, bytes, false});
+}
+
+void store_bulk_commit() {
+    for (BulkStore& store : bulk_stores) store.committed |= store.thread == current;
+}
+
+void store_bulk_wait() {
+    std::vector<BulkStore> left;
+    for (const BulkStore& store : bulk_stores) {
+        if (store.thread != current || !store.committed) {
+            left.push_back(store);
+        } else {
+            memcpy(store.to, shared_at(store.from), store.size);
+        }
+    }
+    bulk_stores = left;
+}
+
 void begin_barriers() {
     for (unsigned i = 0; i < barrier_count; ++i) numbers[barriers[i].address / 8] = 0;
     barrier_count = 0;
@@ -188,6 +219,9 @@ void begin_barriers() {
 }
 
 void end_barriers() {
+    if (!bulk_stores.empty()) {
+        fail("the block ends before thread %u waits for its bulk stores", bulk_stores[0].thread);
+    }
     for (unsigned i = 0; i < barrier_count; ++i) {
         const MBarrier& b = barriers[i];
         if (is_written_over(b.address)) {

@@ -79,6 +79,7 @@ std::string shared_name(uint32_t address);  // for messages
 const unsigned char* read_by_wgmma(uint32_t address, unsigned warpgroup, int32_t epoch);  // 16 bytes
 void begin_bulk_copy(uint32_t to, const void* from, uint32_t size, unsigned actor, int32_t epoch);
 void end_bulk_copy(uint32_t to, const void* from, uint32_t size);
+void check_bulk_store(const void* to, uint32_t from, uint32_t size);
 
 // ---- barriers.cpp
 

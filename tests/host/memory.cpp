@@ -365,6 +365,26 @@ void end_bulk_copy(uint32_t to, const void* from, uint32_t size) {
     memcpy(shared_at(to), from, size);
 }
 
+void check_bulk_store(const void* to, uint32_t from, uint32_t size) {
+    if (from % 16 || (uintptr_t)to % 16 || size % 16) {
+        fail("a bulk store of %u bytes from %s, a misaligned address or size", size, shared_name(from).c_str());
+    }
+    size_t offset;
+    if (is_dynamic(from, size, offset, "a bulk store reads")) {
+        for (size_t i = offset / UNIT; i < (offset + size) / UNIT; ++i) {
+            check_read(i, "a bulk store reads");
+            const Access& written = units[i].written;
+            if (is_thread(written.actor) && !published(written)) {
+                fail("a bulk store reads shared memory at byte %zu, which %s did not publish", i * UNIT, who(written).c_str());
+            }
+        }
+    }
+    if (size) {
+        const bool sound = check((uintptr_t)to, size, true);
+        if (!sound && __asan_region_is_poisoned((void*)to, size)) fail("a bulk store writes past an array");
+    }
+}
+
 }  // namespace host
 
 // ---- AddressSanitizer's calls ---------------------------------------------------------------------------------------

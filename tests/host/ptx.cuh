@@ -220,6 +220,10 @@ inline void barrier_wait(Barrier* barrier, unsigned parity) { host::barrier_wait
 inline void copy_bulk(void* shared, const void* global, unsigned bytes, Barrier* barrier) {
     host::copy_bulk(shared, global, bytes, barrier);
 }
+inline void store_bulk(void* global, const void* shared, unsigned bytes) { host::store_bulk(global, shared, bytes); }
+inline void store_bulk_commit() { host::store_bulk_commit(); }
+inline void store_bulk_wait_until_read() { host::store_bulk_wait(); }
+inline void store_bulk_wait() { host::store_bulk_wait(); }
 inline void warps_sync(int barrier, int threads) { host::warps_sync(barrier, threads); }
 
 // ---- wgmma with A in registers ---------------------------------------------------------------------------------------

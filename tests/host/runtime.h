@@ -74,6 +74,9 @@ void barrier_init_done();
 void barrier_arrive(const void* barrier, uint32_t bytes);  // and announces so many bytes
 void barrier_wait(const void* barrier, unsigned parity);
 void copy_bulk(void* shared, const void* global, uint32_t bytes, const void* barrier);
+void store_bulk(void* global, const void* shared, uint32_t bytes);
+void store_bulk_commit();
+void store_bulk_wait();
 
 // ---- mma.cpp: the tensor cores of a warp
 
