@@ -215,6 +215,7 @@ class Work(phase_wgmma.Work):
 
     def _derive(self) -> None:
         super()._derive()
+        self.compared = phase_wgmma.COMPARED
         s = self.shape
         self.taps = tuple(-(-k // step) for k, step in zip(s.kernel, self.steps, strict=True))  # of a class, at most
         hops = (d // gcd(st, d) for st, d in zip(s.stride, s.dilation, strict=True))

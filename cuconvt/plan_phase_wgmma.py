@@ -66,13 +66,14 @@ MEMORY_BYTES_A_CLOCK = 18
 INSTRUCTIONS_A_CLOCK = 1.2
 OVERLAP = 0.4  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS, CHUNK_CLOCKS = 200, 1000  # in which a block waits: for a box, and for a chunk of channels
-SLICE_CLOCKS, SLICE_CHUNK_CLOCKS = 1000, 500  # likewise, where a block slides
+SLICE_CLOCKS, SLICE_CHUNK_CLOCKS = 1000, 250  # likewise, where a block slides; the latter for each 64 rows of a worker
 COPIED_CHUNK_CLOCKS, COPIED_SLICE_CHUNK_CLOCKS = 550, 780  # instead, where x is channels-last and comes by copies
 COPY_INSTRUCTIONS = 50  # that 16 bytes of such an x take
 RUN_CLOCKS = 1500  # for a box whose result is stored straight from the registers, by a block that is alone
 DEEP = 0.85  # of the waits for chunks are left where four of them are staged ahead
 SECTOR = 32  # bytes that memory writes at least
 COMPARED = 0.93  # the other kernels' estimates are as much more optimistic
+COMPARED_OF_16_BITS = 0.64  # of rows
 ROW_ENDS = 16  # outputs more than a row has take as long to write
 # By rank: extents that problems may have, along D, H, W. The leading axes of 1-D and 2-D hold a batch.
 TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
@@ -428,6 +429,7 @@ class Work:
         self.live = [min(k, step) for k, step in zip(s.kernel, self.steps, strict=True)]  # phases that have a tap
         self.parts = 2 if s.products == 3 else 1
         self.unit = 1  # that a box's plane counts for a position
+        self.compared = COMPARED_OF_16_BITS if s.itemsize == 2 and not s.x_channels_last else COMPARED
 
     def without_pairs(self) -> Work:
         """Return the same with x read one position at a time: pairs depend on extents, which a choice must not."""
@@ -704,7 +706,7 @@ class Work:
             box = self.best_box(tile, held, device)
             if box is None:
                 return None
-            logarithms += log(COMPARED * self.cost(tile, box) * _count(held, box.extent) / prod(extents))
+            logarithms += log(self.compared * self.cost(tile, box) * _count(held, box.extent) / prod(extents))
             if least and logarithms + left * log(least) > len(typical_extents) * log(limit):
                 return None
         return exp(logarithms / len(typical_extents))
@@ -720,7 +722,7 @@ class Work:
         k = max(1, len(wider))
         plane = int((tile.rows ** (1 / k) + prod(wider) ** (1 / k)) ** k) if wider else tile.rows
         box = Box((depth, 1, tile.rows), (0, 0), plane * self.unit, plane)
-        return COMPARED * self.cost(tile, box) / (depth * tile.rows)
+        return self.compared * self.cost(tile, box) / (depth * tile.rows)
 
     def clocks(self, tile: Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for one box, averaged over the phases along D and H."""
@@ -761,7 +763,9 @@ class Work:
         issue = (staging + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
         busiest = max(shared, tensor, l2, memory, issue)
         others = shared + tensor + l2 + memory + issue - busiest
-        a_box, a_chunk = (SLICE_CLOCKS, SLICE_CHUNK_CLOCKS) if tile.slides else (BOX_CLOCKS, CHUNK_CLOCKS)
+        a_box, a_chunk = BOX_CLOCKS, CHUNK_CLOCKS
+        if tile.slides:  # stagers wait for a slice's positions, however many of them a thread has
+            a_box, a_chunk = SLICE_CLOCKS, SLICE_CHUNK_CLOCKS * tile.tiles_m
         if s.x_channels_last:
             a_chunk = COPIED_SLICE_CHUNK_CLOCKS if tile.slides else COPIED_CHUNK_CLOCKS
         if self.stores_runs(tile) and tile.min_blocks == 1 and not tile.slides:
