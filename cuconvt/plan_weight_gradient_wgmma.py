@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import exp, gcd, inf, log, prod
+from math import gcd, prod
 from typing import NamedTuple
 
 from cuconvt.geometry import Geometry
@@ -24,27 +24,32 @@ from cuconvt.plan import (
     refuse_steps,
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
-from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
+from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
+from cuconvt.plan_weight_gradient_boxes import (
+    BESIDE_SUMS,
+    FEW_PARTS,
+    LARGEST_BOX,
+    MAX_BYTES_OF_SUMS,
+    MAX_FAR,
+    MAX_PLACE,
+    PIECE_BYTES,
+    SECTOR,
+    SHARED_BYTES_A_CLOCK,
+    WorkOnBoxes,
+    shares,
+)
 
-PIECE_BYTES = 16  # a run of positions along W, or of elements of y
 PIECE_WORDS = 4
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 MAX_TILES_IN = 24  # times 8 columns of a product
 MAX_EIGHTS_OUT = 32  # times 8 channels of y
 MAX_TAPS = 4, 4, 16  # of a tile along D, H, W, and W again where there are groups
 MAX_CHUNKS = 10  # of words that a lane reads for a pair of positions
-MAX_FAR = 2**15 - 1  # what an item is from its box's start along D and H
-MAX_PLACE = 2**16 - 1  # words of shared memory
 STAGES = 4
 BARRIER_BYTES = 128
-WAVES = 4  # of blocks, at most
-MAX_WORKSPACE_BYTES = 256 * 2**20
-FEW_PARTS = 16  # up to which a block of the second pass writes weights in their order,
-MAX_BYTES_OF_SUMS = 40 * 1024  # from so much shared memory
 KINDS = ((2, 1), (1, 2), (3, 1), (1, 3))  # workers of a block, and blocks on a multiprocessor
 GROUPS = (1, 2, 4)  # of taps along W
 STAGER_REGISTERS = 40, 56  # with indices of 32 and of 64 bits
-BESIDE_SUMS = 30  # registers that a product's sums leave, or ptxas refuses it: of those that a thread starts with
 # Of a worker with one tile of 64 rows and with several, besides sums and operands; with fewer, products are serialised.
 OTHER_REGISTERS = 14, 30
 
@@ -52,23 +57,18 @@ OTHER_REGISTERS = 14, 30
 # of 16 bits.
 LEAST_CLOCKS = 24  # of a product
 UNIT_CLOCKS = 135  # from the end of a worker's products to the start of its next ones
-SHARED_BYTES_A_CLOCK = 128
 L2_BYTES_A_CLOCK = 27
 # By the stagers of a block, with loads of so many bytes (1: of elements that are apart), by itemsize.
 FETCHED_BYTES_A_CLOCK = {2: {16: 100.0, 4: 10.0, 2: 1.5, 1: 0.25}, 4: {16: 100.0, 4: 10.0, 1: 2.5}}
 ROUNDED_BYTES_A_CLOCK = {16: 60.0, 4: 15.0, 1: 15.0}  # likewise, of x to TF32; not measured
-SECTOR = 32
 OVERLAP = 0.05  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS = 1400
 MAX_RUNS = 64  # pieces of positions of a box
-LARGEST_BOX = 8, 17, 17 * 8  # of those that are considered, along each axis
 BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
-PARTS_BYTES_A_CLOCK = 18
 # The cost that is compared with other kernels', relative to the estimated time, by how many bytes of rows of y are read
 # at a time: such that it is chosen where eleven problems each, in bfloat16 and TF32, took less time than with
 # weight_gradient_gemm, its only rival.
 COST_OF_TIME = {2: {16: 0.75, 4: 0.9, 2: 0.41, 1: 0.41}, 4: {16: 1.2, 4: 1.1, 1: 1.1}}
-TYPICAL_EXTENTS = {1: (256, 4096), 2: (16, 64, 128), 3: (8, 32, 48, 64)}  # of an axis, by rank
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,10 @@ class Stage(NamedTuple):
         return BARRIER_BYTES + STAGES * PIECE_BYTES * self.pieces + lists
 
 
-class Work:
+class Work(WorkOnBoxes[Tile]):
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
+
+    max_runs, boxes_around = MAX_RUNS, BOXES_AROUND
 
     def __init__(self, shape: Shape):
         self.shape, self.itemsize = shape, shape.itemsize
@@ -336,50 +338,8 @@ class Work:
         far = max(stage.y_box[0] * strides[0], stage.y_box[1] * strides[1])
         return far <= MAX_FAR and 4 * stage.pieces <= MAX_PLACE and stage.shared_bytes(True) <= room
 
-    def boxes(self, extents: Ints) -> Iterator[Ints]:
-        """Yield boxes for so many positions along D, H, W: of whole runs, and an even number of them."""
-        piece = self.piece
-        runs = -(-extents[2] // piece)
-        for w in sorted({_even(runs, most) for most in (1, 2, 4, 8, 16)}):
-            for h in sorted({_even(extents[1], most) for most in (1, 2, 4, 8, 16)}):
-                for d in sorted({_even(extents[0], most) for most in (1, 2, 4, 8)}):
-                    if d * h * w > MAX_RUNS:
-                        continue
-                    if d * h * w % 2 == 0:
-                        yield d, h, piece * w
-                    elif w > 1 or extents[1] == 1:
-                        yield d, h, piece * (w + 1)
-                    else:
-                        yield d, h + 1, piece * w
-
-    def best_box(self, tile: Tile, geometry: Geometry, device: Device) -> tuple[Ints, int] | None:
-        """Return the box with the least time for so many positions, and into how many parts these are cut."""
-        choices = (
-            (box, parts)
-            for box in self.boxes(geometry.x_extent)
-            if self.fits(tile, box, device)
-            for parts in self.parts(tile, box, geometry, device)
-        )
-        return min(choices, key=lambda choice: self.time(tile, choice[0], choice[1], geometry, device), default=None)
-
-    def parts(self, tile: Tile, box: Ints, geometry: Geometry, device: Device) -> list[int]:
-        """Return into how many parts the positions may be cut: as many as some rounds of blocks take, or one."""
-        tiles, boxes = self.tiles_of_weights(tile), geometry.n * _count(geometry.x_extent, box)
-        most = min(boxes, MAX_WORKSPACE_BYTES // (4 * tiles * tile.values), MAX_GRID // tiles)
-        held = tile.min_blocks * device.multiprocessors
-        return sorted({max(1, min(most, rounds * held // tiles)) for rounds in range(WAVES + 1)})
-
-    def time(self, tile: Tile, box: Ints, parts: int, geometry: Geometry, device: Device) -> float:
-        """Estimate the clocks of a launch, and of the second pass."""
-        tiles, boxes = self.tiles_of_weights(tile), geometry.n * _count(geometry.x_extent, box)
-        rounds = -(-parts * tiles // (tile.min_blocks * device.multiprocessors))
-        a_box = self.clocks(tile, box) + self.sectors(tile, box) * SECTOR / L2_BYTES_A_CLOCK
-        clocks = rounds * tile.min_blocks * (-(-boxes // parts) + BOXES_AROUND) * a_box
-        if parts > 1:
-            written = 4 * tile.values * tile.min_blocks * rounds  # by a multiprocessor
-            read = 4 * tile.values * tiles * parts / device.multiprocessors
-            clocks += (written + read) / PARTS_BYTES_A_CLOCK
-        return clocks
+    def clocks_of_launch(self, tile: Tile, box: Ints) -> float:
+        return self.clocks(tile, box) + self.sectors(tile, box) * SECTOR / L2_BYTES_A_CLOCK
 
     def sectors(self, tile: Tile, box: Ints) -> float:
         """Return how many sectors of a box's rows are read beyond what is of use. Those of y start within one."""
@@ -387,27 +347,6 @@ class Work:
         x_rows = prod(box[:2]) * min(tile.channels_in, s.c_in)
         y_rows = prod(self.y_box(tile, box)[:2]) * min(tile.channels_out, s.c_out)
         return x_rows * (1.5 - of_row / SECTOR if of_row else 0) + y_rows / 2
-
-    def typical_cost(self, tile: Tile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
-        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits.
-
-        Also None as soon as the mean must exceed `limit`, as no extents take less than `least`.
-        """
-        rank, logarithms = self.shape.rank, 0.0
-        for left, typical in zip(range(len(TYPICAL_EXTENTS[rank]))[::-1], TYPICAL_EXTENTS[rank], strict=True):
-            extents = tuple(typical if axis >= 3 - rank else 64 for axis in range(3))
-            costs = (
-                self.clocks(tile, box) * _count(extents, box)
-                for box in self.boxes(extents)
-                if self.fits(tile, box, device)
-            )
-            cost = min(costs, default=None)
-            if cost is None:
-                return None
-            logarithms += log(cost * self.tiles_of_weights(tile) / prod(extents))
-            if least and logarithms + left * log(least) > len(TYPICAL_EXTENTS[rank]) * log(limit):
-                return None
-        return exp(logarithms / len(TYPICAL_EXTENTS[rank]))
 
     def least_cost(self, tile: Tile, device: Device) -> float:
         """Return a lower bound of a position's clocks: those of the largest box, without a halo along any axis."""
@@ -458,27 +397,19 @@ class Work:
 def choose_tile(shape: Shape, device: Device) -> Tile | None:
     """Return the best tile for typical extents."""
     work = Work(shape)
-    best: tuple[float, Tile] | None = None
-    bounds = ((work.least_cost(tile, device), tile) for tile in tiles(work))
-    for bound, tile in sorted(bounds, key=lambda pair: pair[0]):
-        if best is not None and bound >= best[0]:
-            break
-        cost = work.typical_cost(tile, device, bound, best[0] if best else inf)
-        if cost is not None and (best is None or cost < best[0]):
-            best = cost, tile
-    return None if best is None else best[1]
+    return work.best_tile(tiles(work), device)
 
 
 def tiles(work: Work) -> Iterator[Tile]:
     """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
     s = work.shape
     eights_out, eights_in = -(-s.c_out // 8), -(-s.c_in // 8)
-    taps = list(itertools.product(*(_shares(kernel, most) for kernel, most in zip(s.kernel, MAX_TAPS, strict=True))))
-    kinds = itertools.product(KINDS, _shares(eights_out, MAX_EIGHTS_OUT), taps, GROUPS)
+    taps = list(itertools.product(*(shares(kernel, most) for kernel, most in zip(s.kernel, MAX_TAPS, strict=True))))
+    kinds = itertools.product(KINDS, shares(eights_out, MAX_EIGHTS_OUT), taps, GROUPS)
     for (workers, blocks), channels_out, (taps_d, taps_h, taps_w), groups_w in kinds:
         if groups_w > 1 and taps_w * groups_w // 2 >= s.kernel[2]:
             continue
-        for tiles_in in _shares(eights_in, MAX_TILES_IN):
+        for tiles_in in shares(eights_in, MAX_TILES_IN):
             tile = Tile(workers, 8 * channels_out, taps_d, taps_h, taps_w, tiles_in, blocks, groups_w)
             if tile.rows <= 64 * (workers - 1) or work.words(tile) > MAX_CHUNKS * work.chunk(tile):
                 break
@@ -487,8 +418,3 @@ def tiles(work: Work) -> Iterator[Tile]:
             if work.registers(tile) > tile.worker_registers(s.index64) or 4 * tiles_in + BESIDE_SUMS > tile.at_start:
                 break
             yield tile
-
-
-def _shares(count: int, most: int) -> list[int]:
-    """Return what a tile has of so many, no more than `most`, for any number of tiles that share them equally."""
-    return [share for share in sorted({-(-count // tiles) for tiles in range(1, count + 1)}) if share <= most]

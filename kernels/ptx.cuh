@@ -323,6 +323,19 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[COLUMNS / 2], Operand a, O
     WGMMA_OF_ALL_WIDTHS("k16.f32.bf16.bf16", ", 0, 0")
 }
 
+// The same of operands whose 16-byte pieces hold eight rows (of A, or columns of B) at one place along K: eight places follow
+// each other, the eight places after these are `piece_bytes` further, and the next eight rows are `group_bytes` further.
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_f16_transposed(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
+    WGMMA_OF_ALL_WIDTHS("k16.f32.f16.f16", ", 1, 1")
+}
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma_bf16_transposed(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 192, "a width without an instruction here");
+    WGMMA_OF_ALL_WIDTHS("k16.f32.bf16.bf16", ", 1, 1")
+}
+
 // Keeps the compiler from moving memory accesses across: what comes before is issued before what comes after.
 __device__ __forceinline__ void issue_in_order() { asm volatile("" ::: "memory"); }
 

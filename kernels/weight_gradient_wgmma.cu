@@ -73,6 +73,7 @@
 #define WORKER_REGISTERS 232
 #define STAGER_REGISTERS 40
 #endif
+#include "weight_boxes.cuh"
 
 typedef Element<DTYPE>::Stored Stored;
 
@@ -122,13 +123,6 @@ struct Box {
     __device__ __forceinline__ int stage() const { return x_pieces + CHANNELS_OUT * y_channel; }
 };
 
-// What a thread fetches at a time, of some channels: where it is from the box's first element, and its word in shared memory.
-struct alignas(16) Item {
-    Index offset, w;
-    short d, h;
-    unsigned short place;
-};
-
 __device__ __forceinline__ Item find_item_of_x(int i, const Problem& p, const Box& box) {
     const int run = i / box.x_parts, row = run / box.runs, part = i % box.x_parts;
     Item item;
@@ -152,22 +146,6 @@ __device__ __forceinline__ Item find_item_of_y(int i, const Problem& p, const Bo
 }
 
 // ---- staging ---------------------------------------------------------------------------------------------------------
-
-// Where a box starts in its array; it may be outside.
-struct Origin {
-    Index d, h, w, offset;
-    const long long* extent;
-
-    __device__ __forceinline__ Origin(Index d, Index h, Index w, const long long* extent, const long long* stride)
-        : d(d), h(h), w(w), offset(d * (Index)stride[2] + h * (Index)stride[3] + w * (Index)stride[4]), extent(extent) {}
-
-    __device__ __forceinline__ bool has_row(const Item& item) const {
-        return within(d + item.d, extent[0]) && within(h + item.h, extent[1]);
-    }
-    __device__ __forceinline__ bool contains(const Item& item) const {
-        return has_row(item) && within(w + item.w, extent[2]);
-    }
-};
 
 typedef Pack<unsigned, PIECE_WORDS> Piece;
 
@@ -397,8 +375,6 @@ __device__ __forceinline__ unsigned start_of_run(int run, const Box& box) {
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int tiles_of(long long count, int tile) { return (int)((count + tile - 1) / tile); }
-
 // Tiles of all weights.
 __device__ __forceinline__ long long tiles_of_weights(const Problem& p) {
     return (long long)TILES_OF_D * TILES_OF_H * TILES_OF_W * tiles_of(p.c_out, CHANNELS_OUT) *
@@ -452,21 +428,6 @@ __host__ __device__ constexpr int half_of_sum(int sum) { return sum % SUMS_OF_TA
 __device__ __forceinline__ bool has_weight(const Weight& first, const Ahead& ahead, const Problem& p) {
     return exists(first, ahead, p, KERNEL_D, KERNEL_H, KERNEL_W);
 }
-
-// A ring of stages in shared memory, filled by stagers and used by workers.
-struct Ring {
-    Barrier *full, *free;
-    int place = 0, round = 0;
-
-    __device__ __forceinline__ explicit Ring(Barrier* barriers) : full(barriers), free(barriers + STAGES) {}
-    __device__ __forceinline__ void wait_until_free() const {
-        if (round) barrier_wait(free + place, (round - 1) & 1);
-    }
-    __device__ __forceinline__ void wait_until_full() const { barrier_wait(full + place, round & 1); }
-    __device__ __forceinline__ void next() {
-        if (++place == STAGES) place = 0, ++round;
-    }
-};
 
 // Writes to `parts`, or straight to `out` where there is one part alone.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)

@@ -22,7 +22,15 @@ DEVICES = {
     120: Device(120, 170, 99 * 1024),
 }
 # Kernels that no other architecture than sm_90a has instructions for.
-HOPPER = ("correlate_disjoint", "correlate_rows", "correlate_wgmma", "disjoint", "phase_wgmma", "weight_gradient_wgmma")
+HOPPER = (
+    "correlate_disjoint",
+    "correlate_rows",
+    "correlate_wgmma",
+    "disjoint",
+    "phase_wgmma",
+    "weight_gradient_planes",
+    "weight_gradient_wgmma",
+)
 
 # The precision that a call without one has, by dtype.
 DEFAULT = {"float16": None, "bfloat16": None, "float32": "tf32x3", "float64": None}

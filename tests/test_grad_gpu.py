@@ -290,6 +290,49 @@ def test_special_values_of_disjoint(cupy: Any, by_disjoint: None, name: str, pre
     special_values_land_where_the_definition_puts_them(DISJOINT[name], precision)
 
 
+# Wide layers in 16 bits: rows aligned for loads of several elements or not, pieces of channels, ragged channels.
+PLANES = {
+    "wide": case((2, 128, 8, 16, 32), 96, 3, padding=1),
+    "strided": case((4, 136, 9, 20, 24), 64, 4, stride=2, padding=1),
+    "odd": case((2, 33, 7, 19, 21), 41, 3, stride=2, padding=1, dilation=2),
+    "one_axis": case((4, 128, 515), 72, 16, stride=8, padding=4),
+    "grouped": case((3, 192, 33, 70), 96, (3, 5), padding=((0, 2), (4, 1)), groups=2),
+    "disjoint": case((2, 64, 9, 20, 64), 32, 2, stride=2),
+    "by_three": case((4, 64, 17, 40), 48, (3, 5), stride=3, dilation=(1, 2)),
+    "gaps": case((2, 72, 9, 21, 36), 40, 3, x_layout="cropped", out_layout="misaligned"),
+    "channels_last": case((2, 72, 9, 21, 36), 40, 3, stride=2, x_layout="channels_last", out_layout="channels_last"),
+    "x_last": case((2, 128, 15, 40), 64, 4, stride=2, padding=1, x_layout="channels_last"),
+    "y_last": case((2, 128, 15, 40), 64, 4, stride=2, padding=1, groups=2, out_layout="channels_last"),
+    "odd_channels_last": case((2, 33, 15, 40), 65, 3, padding=1, x_layout="channels_last", out_layout="channels_last"),
+    "many_taps": case((2, 64, 24, 64), 64, 11, padding=5),
+}
+
+
+@pytest.fixture
+def by_planes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plan weight gradients with weight_gradient_planes, whatever the estimates say."""
+    from cuconvt import cuda_gradients
+    from cuconvt.plan_weight_gradient_planes import plan_weight_gradient_planes
+
+    plans = []
+
+    def plan(*problem: Any) -> Any:
+        plans.append(plan_weight_gradient_planes(*problem))
+        return plans[-1]
+
+    monkeypatch.setattr(cuda_gradients, "make_weight_gradient_plan", plan)
+    cuda_gradients._prepare_weight_gradient.cache_clear()
+    yield
+    cuda_gradients._prepare_weight_gradient.cache_clear()
+    assert plans
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", PLANES)
+def test_wide_weight_gradients(cupy: Any, by_planes: None, name: str, dtype: str) -> None:
+    check("weight", PLANES[name], dtype, cupy)
+
+
 # Run by the kernels of transposed convolutions, but for the last, whose padding exceeds what the taps reach.
 STRIDE_1 = {
     "wide": case((2, 33, 9, 21, 37), 35, 3, padding=1, has_bias=True, weight_layout="negative"),

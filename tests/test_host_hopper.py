@@ -65,6 +65,26 @@ def test_wgmma_multiplies_matrices(entry: str, layout: str) -> None:
     np.testing.assert_allclose(d, exact.astype(np.float32), rtol=2**-22, atol=2**-22)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("entry", ["f16_24", "bf16_128"])
+def test_wgmma_multiplies_transposed_matrices(entry: str, layout: str) -> None:
+    name, columns = entry.split("_")[0], int(entry.split("_")[1])
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-9, 10, (rows, 16)).astype(TYPES[name]) for rows in (64, columns))
+    image = np.zeros(227 * 1024, np.uint8)
+    for rows, where in zip((a, b), LAYOUTS[layout], strict=True):
+        # A piece holds eight rows: of eight places along K they take the place of as many rows of a piece each.
+        turned = rows.reshape(-1, 8, 2, 8).transpose(0, 3, 2, 1).reshape(-1, 16)
+        place_rows(image, turned, *where)
+    numbers = dict(
+        zip(("a", "ap", "ag", "b", "bp", "bg"), (n for where in LAYOUTS[layout] for n in where), strict=True)
+    )
+    c, d = rng.integers(-9, 10, (64, columns)).astype(np.float32), np.empty((64, columns), np.float32)
+    arguments = {"image": image.view(np.uint32), "pieces": image.size // 16, **numbers, "c": c, "out": d}
+    launch(FILE, f"transposed_{entry}", 128, arguments, shared_bytes=image.size)
+    assert np.array_equal(d, c + a.astype(np.float32) @ b.astype(np.float32).T)
+
+
 @pytest.mark.parametrize("where", [(0, 128, 256), (48, 1280, 160), (16 * 1024, 4096, 128)])
 @pytest.mark.parametrize("entry", ["tf32_40", "f16_24", "bf16_64"])
 def test_wgmma_multiplies_registers(entry: str, where: tuple[int, int, int]) -> None:

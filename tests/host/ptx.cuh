@@ -199,6 +199,17 @@ void wgmma_bf16(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) 
     host::wgmma(host::OF_BF16, COLUMNS, d, descriptor(a), descriptor(b), accumulate);
 }
 
+template <int COLUMNS>
+void wgmma_f16_transposed(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
+    host::wgmma(host::OF_F16, COLUMNS, d, descriptor(a), descriptor(b), accumulate, true);
+}
+template <int COLUMNS>
+void wgmma_bf16_transposed(float (&d)[COLUMNS / 2], Operand a, Operand b, bool accumulate) {
+    static_assert(COLUMNS % 8 == 0 && COLUMNS <= 256, "a width of the instruction");
+    host::wgmma(host::OF_BF16, COLUMNS, d, descriptor(a), descriptor(b), accumulate, true);
+}
+
 inline void publish_shared_writes() { host::publish(); }
 template <int COUNT> void take_registers() { host::set_registers(COUNT); }
 template <int COUNT> void give_registers() { host::set_registers(COUNT); }

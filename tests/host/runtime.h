@@ -86,7 +86,8 @@ void mma(Operands operands, int depth, float* d, const unsigned* a, const unsign
 
 // ---- wgmma.cpp: the tensor cores of a warpgroup
 
-void wgmma(Operands operands, int columns, float* d, uint64_t a, uint64_t b, bool accumulate);
+// `transposed`: pieces of both operands hold eight rows at one place along K.
+void wgmma(Operands operands, int columns, float* d, uint64_t a, uint64_t b, bool accumulate, bool transposed = false);
 // A is in registers.
 void wgmma_of_registers(Operands operands, int columns, float* d, const unsigned (&a)[4], uint64_t b, bool accumulate);
 void wgmma_fence();

@@ -24,6 +24,8 @@ MULTIPLY(multiply_tf32_128, 128, wgmma_tf32)
 MULTIPLY(multiply_f16_24, 24, wgmma_f16)
 MULTIPLY(multiply_f16_128, 128, wgmma_f16)
 MULTIPLY(multiply_bf16_64, 64, wgmma_bf16)
+MULTIPLY(transposed_f16_24, 24, wgmma_f16_transposed)
+MULTIPLY(transposed_bf16_128, 128, wgmma_bf16_transposed)
 
 // The same with A in registers: `a` has a thread's four words one after the other.
 #define MULTIPLY_REGISTERS(name, columns, function)                                                                     \

@@ -22,13 +22,13 @@ struct Operation {
     Operands operands;
     int columns;
     uint64_t a, b;
-    bool accumulate, of_registers;
+    bool accumulate, of_registers, transposed;
     size_t chain;
     std::vector<uint32_t> words;  // of A, where it is in registers
 
     bool operator==(const Operation& o) const {
         return operands == o.operands && columns == o.columns && a == o.a && b == o.b && accumulate == o.accumulate &&
-               of_registers == o.of_registers && chain == o.chain;
+               of_registers == o.of_registers && transposed == o.transposed && chain == o.chain;
     }
 };
 
@@ -91,7 +91,8 @@ Issuer issuers[MAX_THREADS];
 
 // ---- operands ------------------------------------------------------------------------------------------------------
 
-// The 16 bytes of a row (of A, or column of B) and a piece of K.
+// The 16 bytes of a row (of A, or column of B) and a piece of K. Transposed, those of the group of eight rows that `row` is of,
+// at place row % 8 of the eight along K that `piece` counts: of all rows and pieces, the addresses are the same.
 uint32_t address_of(uint64_t descriptor, int row, int piece) {
     const auto field = [=](int shift) { return (uint32_t)(descriptor >> shift & 0x3fff) << 4; };
     return field(0) + (uint32_t)piece * field(16) + (uint32_t)(row / 8) * field(32) + (uint32_t)(row % 8) * 16;
@@ -120,6 +121,17 @@ void load(double* to, uint64_t descriptor, int rows, Operands operands) {
     }
 }
 
+// The same of 16-bit numbers in pieces of eight rows.
+void load_transposed(double* to, uint64_t descriptor, int rows, Operands operands) {
+    for (int group = 0; group < rows / 8; ++group) {
+        for (int k = 0; k < 16; ++k) {
+            uint32_t words[4];
+            memcpy(words, shared_at(address_of(descriptor, group * 8 + k % 8, k / 8)), sizeof words);
+            for (int i = 0; i < 8; ++i) to[(group * 16 + k) * 8 + i] = widen(words[i / 2], i % 2, operands);
+        }
+    }
+}
+
 // The same of A in registers.
 void load_registers(double* to, const Operation& operation) {
     const int packed = operation.operands == OF_TF32 ? 1 : 2, depth = 8 * packed;
@@ -138,9 +150,9 @@ FOR_AVX2_TOO void execute(const Operation& operation, float* sums) {
     if (operation.of_registers) {
         load_registers(a, operation);
     } else {
-        load(a, operation.a, ROWS, operation.operands);
+        (operation.transposed ? load_transposed : load)(a, operation.a, ROWS, operation.operands);
     }
-    load(b, operation.b, columns, operation.operands);
+    (operation.transposed ? load_transposed : load)(b, operation.b, columns, operation.operands);
     for (int row = 0; row < ROWS; ++row) {
         const double* const of_row = a + row / 8 * depth * 8 + row % 8;
         for (int column = 0; column < columns; column += 8) {
@@ -246,10 +258,11 @@ void wgmma_fence() {
     issuers[current].results.clear();
 }
 
-void wgmma(Operands operands, int columns, float* d, uint64_t a, uint64_t b, bool accumulate) {
+void wgmma(Operands operands, int columns, float* d, uint64_t a, uint64_t b, bool accumulate, bool transposed) {
     start_clocks();
     if ((current | (GROUP - 1)) >= blockDim.x) fail("a wgmma in a warpgroup with fewer than four warps");
-    issue({operands, columns, a, b, accumulate, false, open_chain(d, columns, accumulate).chain, {}});
+    if (transposed && operands == OF_TF32) fail("a wgmma of TF32 takes no transposed operands");
+    issue({operands, columns, a, b, accumulate, false, transposed, open_chain(d, columns, accumulate).chain, {}});
 }
 
 void wgmma_of_registers(Operands operands, int columns, float* d, const unsigned (&a)[4], uint64_t b, bool accumulate) {
@@ -259,7 +272,7 @@ void wgmma_of_registers(Operands operands, int columns, float* d, const unsigned
     if (!me.fenced_group) fail("a wgmma with A in registers without a wgmma_fence since the last commit");
     const size_t chain = open_chain(d, columns, accumulate).chain;
     me.open_a.push_back({a, {a[0], a[1], a[2], a[3]}, me.operations});
-    Operation& operation = issue({operands, columns, 0, b, accumulate, true, chain, {}});
+    Operation& operation = issue({operands, columns, 0, b, accumulate, true, false, chain, {}});
     operation.words.resize(ROWS * ROW_WORDS);
     for (unsigned i = 0; i < 4; ++i) {
         const unsigned row = current / 32 % 4 * 16 + current % 32 / 4 + i % 2 * 8;

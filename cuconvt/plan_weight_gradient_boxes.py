@@ -1,0 +1,151 @@
+"""What the planners of weight gradients on Hopper share: boxes of positions, their parts, the choice of a tile."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from math import exp, inf, log, prod
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import MAX_GRID, Device, Ints
+from cuconvt.plan_phase_wgmma import _count, _even
+
+PIECE_BYTES = 16
+WAVES = 4  # of blocks, at most
+MAX_WORKSPACE_BYTES = 256 * 2**20
+FEW_PARTS = 16  # up to which a block of the second pass writes weights in their order,
+MAX_BYTES_OF_SUMS = 40 * 1024  # from so much shared memory
+MAX_FAR = 2**15 - 1  # what an item is from its box's start along D and H
+MAX_PLACE = 2**16 - 1  # places in shared memory
+LARGEST_BOX = 8, 17, 17 * 8  # of those that are considered, along each axis
+SECTOR = 32
+SHARED_BYTES_A_CLOCK = 128  # of an H200's multiprocessor
+PARTS_BYTES_A_CLOCK = 18
+BESIDE_SUMS = 30  # registers that a product's sums leave, or ptxas refuses it: of those that a thread starts with
+TYPICAL_EXTENTS = {1: (256, 4096), 2: (16, 64, 128), 3: (8, 32, 48, 64)}  # of an axis, by rank
+
+
+class _Tile(Protocol):
+    @property
+    def min_blocks(self) -> int: ...
+    @property
+    def values(self) -> int: ...
+
+
+AnyTile = TypeVar("AnyTile", bound=_Tile)
+
+
+class WorkOnBoxes(ABC, Generic[AnyTile]):
+    """Boxes and estimates of a problem whose blocks own a tile of weights each, and a part of the boxes."""
+
+    shape: Any  # with the problem's `rank`
+    piece: int  # positions of a run along W
+    max_runs: ClassVar[int]  # of a box
+    boxes_around: ClassVar[int]  # what a block takes before and after its boxes, in boxes
+
+    @abstractmethod
+    def tiles_of_weights(self, tile: AnyTile) -> int:
+        """Return how many tiles all weights are."""
+
+    @abstractmethod
+    def fits(self, tile: AnyTile, box: Ints, device: Device) -> bool:
+        """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
+
+    @abstractmethod
+    def clocks(self, tile: AnyTile, box: Ints) -> float:
+        """Estimate a multiprocessor's clocks for one box."""
+
+    @abstractmethod
+    def least_cost(self, tile: AnyTile, device: Device) -> float:
+        """Return a lower bound of a position's clocks."""
+
+    def clocks_of_launch(self, tile: AnyTile, box: Ints) -> float:
+        """Estimate the same, where it is known where rows begin."""
+        return self.clocks(tile, box)
+
+    def tiles_with_idle(self, tile: AnyTile, device: Device) -> float:
+        """Return how many tiles of weights there are, with those that idle multiprocessors had time for."""
+        return self.tiles_of_weights(tile)
+
+    def boxes(self, extents: Ints) -> Iterator[Ints]:
+        """Yield boxes for so many positions along D, H, W: of whole runs, and an even number of them."""
+        piece, runs = self.piece, -(-extents[2] // self.piece)
+        for w in sorted({_even(runs, most) for most in (1, 2, 4, 8, 16)}):
+            for h in sorted({_even(extents[1], most) for most in (1, 2, 4, 8, 16)}):
+                for d in sorted({_even(extents[0], most) for most in (1, 2, 4, 8)}):
+                    if d * h * w > self.max_runs:
+                        continue
+                    if d * h * w % 2 == 0:
+                        yield d, h, piece * w
+                    elif w > 1 or extents[1] == 1:
+                        yield d, h, piece * (w + 1)
+                    else:
+                        yield d, h + 1, piece * w
+
+    def best_box(self, tile: AnyTile, geometry: Geometry, device: Device) -> tuple[Ints, int] | None:
+        """Return the box with the least time for so many positions, and into how many parts these are cut."""
+        choices = (
+            (box, parts)
+            for box in self.boxes(geometry.x_extent)
+            if self.fits(tile, box, device)
+            for parts in self.parts(tile, box, geometry, device)
+        )
+        return min(choices, key=lambda choice: self.time(tile, choice[0], choice[1], geometry, device), default=None)
+
+    def parts(self, tile: AnyTile, box: Ints, geometry: Geometry, device: Device) -> list[int]:
+        """Return into how many parts the positions may be cut: as many as some rounds of blocks take, or one."""
+        tiles, boxes = self.tiles_of_weights(tile), geometry.n * _count(geometry.x_extent, box)
+        most = min(boxes, MAX_WORKSPACE_BYTES // (4 * tiles * tile.values), MAX_GRID // tiles)
+        held = tile.min_blocks * device.multiprocessors
+        return sorted({max(1, min(most, rounds * held // tiles)) for rounds in range(WAVES + 1)})
+
+    def time(self, tile: AnyTile, box: Ints, parts: int, geometry: Geometry, device: Device) -> float:
+        """Estimate the clocks of a launch, and of the second pass."""
+        tiles, boxes = self.tiles_of_weights(tile), geometry.n * _count(geometry.x_extent, box)
+        rounds = -(-parts * tiles // (tile.min_blocks * device.multiprocessors))
+        of_block = (-(-boxes // parts) + self.boxes_around) * self.clocks_of_launch(tile, box)
+        clocks = rounds * tile.min_blocks * of_block
+        if parts > 1:
+            written = 4 * tile.values * tile.min_blocks * rounds  # by a multiprocessor
+            read = 4 * tile.values * tiles * parts / device.multiprocessors
+            clocks += (written + read) / PARTS_BYTES_A_CLOCK
+        return clocks
+
+    def typical_cost(self, tile: AnyTile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
+        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits.
+
+        Also None as soon as the mean must exceed `limit`, as no extents take less than `least`.
+        """
+        rank, logarithms, tiles = self.shape.rank, 0.0, self.tiles_with_idle(tile, device)
+        for left, typical in zip(range(len(TYPICAL_EXTENTS[rank]))[::-1], TYPICAL_EXTENTS[rank], strict=True):
+            extents = tuple(typical if axis >= 3 - rank else 64 for axis in range(3))
+            costs = (
+                self.clocks(tile, box) * _count(extents, box)
+                for box in self.boxes(extents)
+                if self.fits(tile, box, device)
+            )
+            cost = min(costs, default=None)
+            if cost is None:
+                return None
+            logarithms += log(cost * tiles / prod(extents))
+            if least and logarithms + left * log(least) > len(TYPICAL_EXTENTS[rank]) * log(limit):
+                return None
+        return exp(logarithms / len(TYPICAL_EXTENTS[rank]))
+
+    def best_tile(self, tiles: Iterable[AnyTile], device: Device) -> AnyTile | None:
+        """Return the best of the tiles for typical extents, or None where no box fits."""
+        best: tuple[float, AnyTile] | None = None
+        bounds = ((self.least_cost(tile, device), tile) for tile in tiles)
+        for bound, tile in sorted(bounds, key=lambda pair: pair[0]):
+            if best is not None and bound >= best[0]:
+                break
+            cost = self.typical_cost(tile, device, bound, best[0] if best else inf)
+            if cost is not None and (best is None or cost < best[0]):
+                best = cost, tile
+        return None if best is None else best[1]
+
+
+def shares(count: int, most: int) -> list[int]:
+    """Return what a tile has of so many, no more than `most`, for any number of tiles that share them equally."""
+    return [share for share in sorted({-(-count // tiles) for tiles in range(1, count + 1)}) if share <= most]
