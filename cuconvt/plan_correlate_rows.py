@@ -56,6 +56,7 @@ BOX_CLOCKS, CHUNK_CLOCKS = 1000, 670  # in which a block waits: for a box, and f
 STEP_CLOCKS = 39  # in which a worker waits: for words of a group of channels
 # By bytes of an element and products: the other kernels' estimates are as much more optimistic.
 COMPARED = {(4, 3): 0.86, (4, 1): 0.84, (2, 1): 1.1}
+SLOWER = {16: 1.0, 4: 1.25, 2: 6.0}  # and beside rows that are copied by 16 bytes, rows take as long by so many
 # Instructions of a thread that copies 16 bytes, 4, or loads two halves of a word.
 COPY_INSTRUCTIONS = {16: 8, 4: 8, 2: 14}
 
@@ -123,7 +124,7 @@ def plan_tile(
             work.in_pairs(tile, g, read, box),
             work.parameters(tile, box, blocks, copied),
         ),
-        cost=COMPARED[work.shape.itemsize, work.shape.products] * OTHERS * cost * prod(g.out_extent) * g.groups * g.n,
+        cost=work.compared_cost(cost) * prod(g.out_extent) * g.groups * g.n,
         packed_words=g.groups * tiles_c * work.slots(tile) * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,
@@ -189,6 +190,12 @@ class Work(correlate_wgmma.Work):
         self.pairs = -(-s.kernel[2] // 2)
         self.live = [*self.live[:2], 1]
         self.halo = (*self.halo[:2], elements[-1] // stride)
+
+    def compared_cost(self, clocks: float) -> float:
+        """Return what is compared with other kernels' estimates, for the clocks of a position."""
+        s = self.shape
+        assert isinstance(s, Shape)
+        return COMPARED[s.itemsize, s.products] * SLOWER[s.copied] * OTHERS * clocks
 
     def width(self, tile: Tile, positions: int) -> int:
         most_lead = self.aligned - 1 if positions % self.aligned else self.first_unit % self.aligned

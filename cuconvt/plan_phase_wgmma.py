@@ -73,7 +73,8 @@ RUN_CLOCKS = 1500  # for a box whose result is stored straight from the register
 DEEP = 0.85  # of the waits for chunks are left where four of them are staged ahead
 SECTOR = 32  # bytes that memory writes at least
 COMPARED = 0.93  # the other kernels' estimates are as much more optimistic
-COMPARED_OF_16_BITS = 0.64  # of rows
+COMPARED_OF_TF32_LAST = 0.85  # where x is channels-last
+COMPARED_OF_16_BITS = 0.65
 ROW_ENDS = 16  # outputs more than a row has take as long to write
 # By rank: extents that problems may have, along D, H, W. The leading axes of 1-D and 2-D hold a batch.
 TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
@@ -429,7 +430,11 @@ class Work:
         self.live = [min(k, step) for k, step in zip(s.kernel, self.steps, strict=True)]  # phases that have a tap
         self.parts = 2 if s.products == 3 else 1
         self.unit = 1  # that a box's plane counts for a position
-        self.compared = COMPARED_OF_16_BITS if s.itemsize == 2 and not s.x_channels_last else COMPARED
+        self.compared = COMPARED
+        if s.itemsize == 2:
+            self.compared = COMPARED_OF_16_BITS
+        elif s.products == 1 and s.x_channels_last:
+            self.compared = COMPARED_OF_TF32_LAST
 
     def without_pairs(self) -> Work:
         """Return the same with x read one position at a time: pairs depend on extents, which a choice must not."""

@@ -113,7 +113,8 @@ def test_neither_batch_nor_extents_recompile(operation: str, offsets: tuple[int,
         ("correlate", FIXED["kb73"], "bfloat16", None, "correlate_narrow"),
         ("correlate", case((2, 64, 64, 64, 64), 32, 2, 2), "bfloat16", None, "correlate_disjoint"),
         ("correlate", case((2, 64, 64, 64, 64), 32, 2, 2), "float32", None, "correlate_disjoint"),
-        ("correlate", case((2, 64, 48, 48, 48), 32, 3, 2, 1), "float32", None, "correlate_rows"),
+        ("correlate", case((2, 64, 48, 48, 48), 32, 3, 2, 1, 1), "float32", None, "correlate_rows"),
+        ("correlate", case((2, 64, 48, 48, 48), 32, 3, 2, 1), "float32", None, "correlate_wgmma"),  # odd rows
         ("correlate", case((2, 64, 48, 48, 48), 32, 3, 2, 1), "bfloat16", None, "correlate_wgmma"),  # odd rows
         ("correlate", FIXED["depthwise"], "float16", None, "correlate_few_channels"),
         ("weight_gradient", FIXED["kb61"], "float32", None, "weight_gradient_gemm"),
