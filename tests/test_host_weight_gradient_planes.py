@@ -10,10 +10,9 @@ import pytest
 from described import DEVICES, geometry_of, layout_of
 from gradients import check, direct_weight, gradient_of
 from host.build import kernel_sources, why_not
-from host_gradients import specialisation
+from host_gradients import check_drawn, specialisation
 from host_weight_gradient_planes import SHARED_BYTES, Case, cases, layout_for, on_host
-from hypothesis import given, seed, settings
-from strategies import DTYPES, Ints, Problem, case, problems
+from strategies import DTYPES, Ints, Problem, case
 from test_host_faults import IN_USE, UNFILLED, UNWRITTEN, VALUES, plant
 from test_plan import problem_of
 
@@ -33,7 +32,7 @@ from cuconvt.plan_weight_gradient_planes import (
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 CASES = cases()
-EXAMPLES = -(-settings().max_examples // len(CASES))  # geometries drawn for a specialisation
+BUDGET = 0.05
 LONGEST = {1: (120,), 2: (8, 20), 3: (3, 5, 12)}
 
 
@@ -43,10 +42,7 @@ def test_any_geometry(name: str) -> None:
     rank = len(this.spec.kernel)
     with on_host(this):
 
-        @seed(len(name))
-        @settings(max_examples=EXAMPLES, derandomize=False, database=None)
-        @given(problem=problems(this.spec, LONGEST[rank], LONGEST[rank][-1] + 16, 0.05))
-        def every_problem(problem: Problem) -> None:
+        def alike(problem: Problem) -> None:
             # Layouts that are read as others are programs of their own.
             drawn = dataclasses.replace(problem, x_layout=this.spec.x_layouts[0], out_layout=this.spec.out_layouts[0])
             if same_program(this, drawn):
@@ -56,7 +52,7 @@ def test_any_geometry(name: str) -> None:
         check("weight", ragged, this.dtype)
         for problem in others:
             check("weight", problem, this.dtype, calls=1)
-        every_problem()
+        check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
 
 
 def same_program(this: Case, problem: Problem) -> bool:
