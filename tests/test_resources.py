@@ -34,7 +34,6 @@ PLANNED = [(family, arch) for family in FAMILIES for arch in DEVICES if family n
 ASKED_FOR = os.environ.get("RESOURCES", "some")
 # Plans of a kernel that are compiled by default, others for each architecture.
 SOME, OTHERWISE = {"gather": 18, "few_channels": 14}, 8
-LIKE_SM80 = (86, 89)  # whose registers and instructions are those of sm_80: half as many tiles are compiled for them
 REGISTERS = 65536  # of a multiprocessor
 REGISTER_UNIT = 8  # of a thread
 
@@ -90,8 +89,7 @@ def check(kind: str, family: str, arch: int, plans: tuple[Plan, ...], cache: pyt
 
 @pytest.mark.parametrize(("family", "arch"), PLANNED)
 def test_some_tiles(family: str, arch: int, pytestconfig: pytest.Config) -> None:
-    count = SOME.get(family, OTHERWISE) // (2 if arch in LIKE_SM80 else 1)
-    check("some", family, arch, some_of(family, arch, count), pytestconfig.cache)
+    check("some", family, arch, some_of(family, arch, SOME.get(family, OTHERWISE)), pytestconfig.cache)
 
 
 @pytest.mark.skipif(ASKED_FOR != "picked", reason="compiling all that the planner picks takes long: RESOURCES=picked")
