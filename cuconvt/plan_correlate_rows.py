@@ -56,7 +56,7 @@ BOX_CLOCKS, CHUNK_CLOCKS = 1000, 670  # in which a block waits: for a box, and f
 STEP_CLOCKS = 39  # in which a worker waits: for words of a group of channels
 # By bytes of an element and products: the other kernels' estimates are as much more optimistic.
 COMPARED = {(4, 3): 0.86, (4, 1): 0.84, (2, 1): 1.1}
-SLOWER = {16: 1.0, 4: 1.25, 2: 6.0}  # and beside rows that are copied by 16 bytes, rows take as long by so many
+SLOWER = {16: 1.0, 4: 1.25, 2: 6.0}  # by bytes of a row at a time: how much longer it takes for the same estimate
 # Instructions of a thread that copies 16 bytes, 4, or loads two halves of a word.
 COPY_INSTRUCTIONS = {16: 8, 4: 8, 2: 14}
 

@@ -1,11 +1,14 @@
-"""What GPU tests share: a kernel that keeps a stream busy, and copies between the two memories."""
+"""What GPU tests share: a kernel that keeps a stream busy, copies between both memories, and plans of one kernel."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from strategies import Problem
 
 
@@ -39,6 +42,28 @@ def to_gpu(values: np.ndarray | None) -> Any:
     if values is None:
         return None
     return cupy.asarray(np.ascontiguousarray(values).view(f"i{values.dtype.itemsize}")).view(values.dtype)
+
+
+@contextlib.contextmanager
+def planned_by(family: Callable[..., Any], module: Any, maker: str, *memos: Any) -> Iterator[None]:
+    """Plan with one kernel's planner in place of a module's `maker`, whatever the estimates say.
+
+    What remembers plans forgets them before and after.
+    """
+    plans = []
+
+    def plan(*problem: Any) -> Any:
+        plans.append(family(*problem))
+        return plans[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, maker, plan)
+        for memo in memos:
+            memo.cache_clear()
+        yield
+        for memo in memos:
+            memo.cache_clear()
+    assert plans
 
 
 def plane_of(problem: Problem, position: int) -> tuple[Problem, slice]:

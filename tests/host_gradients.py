@@ -118,6 +118,15 @@ def gradients_on_host(*arguments: Any, **keywords: Any) -> Iterator[HostGradient
             backend.close()
 
 
+@contextmanager
+def weight_gradients_on_host(kernel: str, this: Any, sources: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Run weight gradients of NumPy arrays by a case's kernel and plans within the context, whatever its tile costs."""
+    host = gradients_on_host(kernel, this.device, None, sources=sources)
+    with host as backend, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_plan", this.plan)
+        yield
+
+
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from described import geometry_of, layout_of
-from host_gradients import gradients_on_host, specialisation
+from host_gradients import specialisation, weight_gradients_on_host
 from strategies import Ints, Problem, Specialisation, case
 
 from cuconvt import plan as planning
@@ -135,10 +134,4 @@ def draw_tile(
     return tile if work.typical_cost(tile, device) is not None else None
 
 
-@contextmanager
-def on_host(this: Case, sources: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Run weight gradients of NumPy arrays by this case's kernel within the context, whatever its tile costs."""
-    host = gradients_on_host("weight_gradient_wgmma", this.device, None, sources=sources)
-    with host as backend, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_plan", this.plan)
-        yield
+on_host = functools.partial(weight_gradients_on_host, "weight_gradient_wgmma")

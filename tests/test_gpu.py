@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import reference
 from fixed_cases import FIXED, SPECIAL
-from gpu_tools import delay, plane_of, to_gpu
+from gpu_tools import delay, plane_of, planned_by, to_gpu
 from harness import call, check, is_channels_last, to_numpy
 from hypothesis import given, seed, settings
 from special import check_denormals, check_infinities, check_scales
@@ -129,41 +128,21 @@ DISJOINT = {
 }
 
 
-@contextlib.contextmanager
-def planned_by(family: Any) -> Iterator[None]:
-    """Plan with one kernel's planner, whatever the estimates say."""
-    from cuconvt import cuda, warm
-
-    plans = []
-
-    def plan(*problem: Any) -> Any:
-        plans.append(family(*problem))
-        return plans[-1]
-
-    memos = cuda._prepare, warm._slot
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "make_plan", plan)
-        for memo in memos:
-            memo.cache_clear()
-        yield
-        for memo in memos:
-            memo.cache_clear()
-    assert plans
-
-
 @pytest.fixture
 def by_disjoint() -> Iterator[None]:
+    from cuconvt import cuda, warm
     from cuconvt.plan_disjoint import plan_disjoint
 
-    with planned_by(plan_disjoint):
+    with planned_by(plan_disjoint, cuda, "make_plan", cuda._prepare, warm._slot):
         yield
 
 
 @pytest.fixture
 def by_phase_wgmma() -> Iterator[None]:
+    from cuconvt import cuda, warm
     from cuconvt.plan_phase_wgmma import plan_phase_wgmma
 
-    with planned_by(plan_phase_wgmma):
+    with planned_by(plan_phase_wgmma, cuda, "make_plan", cuda._prepare, warm._slot):
         yield
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import reference
 from fixed_cases import FIXED, SPECIAL
-from gpu_tools import delay, to_gpu
+from gpu_tools import delay, planned_by, to_gpu
 from gradients import (
     GRADIENTS,
     OPERATIONS,
@@ -26,7 +26,7 @@ from gradients import (
 from harness import is_channels_last, to_numpy
 from hypothesis import given, seed, settings
 from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, case, place, problems
-from test_gpu import LONGEST, PRECISIONS, needs_memory, specialisation
+from test_gpu import FOR_TENSOR_CORES, LONGEST, PRECISIONS, needs_memory, specialisation
 
 import cuconvt
 
@@ -255,29 +255,16 @@ DISJOINT = {
 
 
 @pytest.fixture
-def by_disjoint(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Plan correlations with correlate_disjoint, whatever the estimates say."""
+def by_disjoint() -> Iterator[None]:
     from cuconvt import cuda_gradients, warm
     from cuconvt.plan_correlate_disjoint import plan_correlate_disjoint
 
-    plans = []
-
-    def plan(*problem: Any) -> Any:
-        plans.append(plan_correlate_disjoint(*problem))
-        return plans[-1]
-
-    monkeypatch.setattr(cuda_gradients, "make_correlate_plan", plan)
-    for memo in (cuda_gradients._prepare_correlate, warm._slot):
-        memo.cache_clear()
-    yield
-    for memo in (cuda_gradients._prepare_correlate, warm._slot):
-        memo.cache_clear()
-    assert plans
+    memos = cuda_gradients._prepare_correlate, warm._slot
+    with planned_by(plan_correlate_disjoint, cuda_gradients, "make_correlate_plan", *memos):
+        yield
 
 
-@pytest.mark.parametrize(
-    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]
-)
+@FOR_TENSOR_CORES
 @pytest.mark.parametrize("name", DISJOINT)
 def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: str, precision: str | None) -> None:
     for operation in ("input", "conv"):
@@ -309,22 +296,13 @@ PLANES = {
 
 
 @pytest.fixture
-def by_planes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Plan weight gradients with weight_gradient_planes, whatever the estimates say."""
+def by_planes() -> Iterator[None]:
     from cuconvt import cuda_gradients
     from cuconvt.plan_weight_gradient_planes import plan_weight_gradient_planes
 
-    plans = []
-
-    def plan(*problem: Any) -> Any:
-        plans.append(plan_weight_gradient_planes(*problem))
-        return plans[-1]
-
-    monkeypatch.setattr(cuda_gradients, "make_weight_gradient_plan", plan)
-    cuda_gradients._prepare_weight_gradient.cache_clear()
-    yield
-    cuda_gradients._prepare_weight_gradient.cache_clear()
-    assert plans
+    memo = cuda_gradients._prepare_weight_gradient
+    with planned_by(plan_weight_gradient_planes, cuda_gradients, "make_weight_gradient_plan", memo):
+        yield
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
