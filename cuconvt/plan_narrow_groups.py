@@ -25,6 +25,7 @@ from cuconvt.plan import (
     problem_parameters,
     refuse_steps,
     refuse_tensor_cores,
+    round_up,
 )
 from cuconvt.plan_phase_gemm import PRECISION_CODES, _channels_stored, _others_divisible, _x_vector
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
@@ -45,6 +46,10 @@ MAX_BOXES = 2**30
 BOXES = ((1, 2, 4, 8), (1, 2, 4, 8), (32, 64, 128, 256, 512))
 MAX_CELLS = 1024
 LONG_RUN = 64  # outputs of a row that a warp stores
+ROWS_OF_BOX, WHOLE_ROWS = 1, 2  # how boxes leave
+# From which compute capability on boxes of a result may leave by bulk copies; from how many outputs of a cell on it was
+# faster; and how many cells of a row, if there are as many, such a box holds: cut rows took up to 1.7 times as long.
+BOXED_CAPABILITY, BOXED_OUTPUTS, BOXED_WIDTH = 90, 4, 128
 MANY = 1000  # images
 SMALL = 10_000  # clocks of a problem
 TYPICAL_EXTENTS = {1: (256, 4096), 2: (16, 64, 256), 3: (32, 64, 128)}  # of an axis, in cells, by rank
@@ -58,6 +63,8 @@ INSTRUCTIONS_A_CLOCK = 2.9
 OVERLAP = 0.24  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS = 2260  # in which a block waits for a box
 ROW_ENDS = 24  # outputs that would take as long as the ragged ends of a row
+A_VALUE_OF_BOXES = 2.5  # instructions for an output of each lane, where a box is put together
+OF_BOXES = 0.85  # what such boxes take, relative to that estimate
 ALONE = 0.37  # what a block lacks that is alone on a multiprocessor
 COMPARED = 0.85  # the other kernels' estimates are as much more optimistic where this one serves
 
@@ -73,6 +80,7 @@ class Tile:
     hold_weights: bool
     min_blocks: int
     groups: int = 1  # that a warp takes at once; of two, each has one piece of the input and one eight of the output
+    boxed: bool = False  # whether rows of the result leave a block a box at a time, and x is fetched ahead
 
     @property
     def cells(self) -> int:
@@ -105,7 +113,7 @@ def plan_narrow_groups(
         return Refusal("narrow_groups", f"counts boxes in 31 bits, got {boxes} of {sets} sets of weights")
     resident = device.multiprocessors * tile.min_blocks
     shift = tuple(p % s for p, s in zip(geometry.pad_before, geometry.stride, strict=True))
-    staged = tuple(b + s - 1 for b, s in zip(box, work.shifts, strict=True))
+    staged = work.staged_box(tile, box)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
@@ -118,6 +126,7 @@ def plan_narrow_groups(
         ("HOLD_WEIGHTS", int(tile.hold_weights)),
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
+        ("BOXED", int(tile.boxed)),
         ("INDEX64", int(needs_64_bits(geometry, layout, box))),
         ("MIN_BLOCKS", tile.min_blocks),
     )
@@ -136,7 +145,9 @@ def plan_narrow_groups(
             geometry,
             layout,
             (*tiles, tiles_c),
-            layout.x_channels_last and whole and _x_vector(geometry, layout, work.itemsize),
+            _bytes_fetched(geometry, layout)
+            if tile.boxed
+            else layout.x_channels_last and whole and _x_vector(geometry, layout, work.itemsize),
             _way_to_store(geometry, layout, work, tile, box, vector),
             (*box, prod(staged), int(not packs), 0, boxes, *(magic(divisor) for divisor in divisors)),
         ),
@@ -185,12 +196,25 @@ def _out_vector(geometry: Geometry, layout: Layout, work: Work) -> bool:
     return vector > 1 and layout.out_aligned and layout.out[4] == 1 and whole_rows
 
 
+def _bytes_fetched(geometry: Geometry, layout: Layout) -> int:
+    """Return how many bytes of 16-bit rows of x are copied at a time, 0 if elements are loaded."""
+    for size in (16, 4):  # a view may end before the rows in memory do
+        unit = size // 2
+        whole_rows = geometry.x_extent[2] % unit == 0 and _others_divisible(layout.x, 4, unit)
+        if whole_rows and layout.x_aligned and layout.x[4] == 1:
+            return size
+    return 0
+
+
 def _way_to_store(geometry: Geometry, layout: Layout, work: Work, tile: Tile, box: Ints, vector: bool) -> int:
     """Return how a result is stored.
 
     1 is a vector at a time, 2 windows of rows that start anywhere or, channels-last, both eights of a tile at once, and
-    0 one by one.
+    0 one by one. Boxes leave row by row, or all rows of a plane as one.
     """
+    if tile.boxed:
+        whole_rows = layout.out[3] == geometry.out_extent[2] <= box[2] * geometry.stride[2]
+        return WHOLE_ROWS if whole_rows else ROWS_OF_BOX
     if work.stores_both_eights(tile):
         return 2 if _channels_stored(geometry, layout, 4) else int(vector)
     straight = box[2] % tile.cells == 0 and layout.out[4] == 1 and not layout.out_channels_last
@@ -215,6 +239,7 @@ class Work:
     products: int
     x_channels_last: bool
     out_channels_last: bool
+    may_box: bool  # rows of 16 bits, in and out
     half_sectors: bool  # a group's channels of the result are half a sector of memory, and groups may be taken in pairs
 
     @classmethod
@@ -233,6 +258,10 @@ class Work:
             3 if precision == "tf32x3" else 1,
             layout.x_channels_last,
             layout.out_channels_last,
+            dtype != "float32"
+            and not (layout.x_channels_last or layout.out_channels_last)
+            and layout.out[4] == 1
+            and prod(g.stride) >= BOXED_OUTPUTS,
             half_sectors and g.groups % 2 == 0,
         )
 
@@ -281,15 +310,27 @@ class Work:
     def fragments(self, tile: Tile) -> int:
         return self.taps * tile.k_steps * tile.tiles_c
 
-    def staged(self, box: Ints) -> int:
-        """Positions of x that the cells of a box read."""
-        (depth, height, width), (of_d, of_h, of_w) = box, self.shifts
-        return (depth + of_d - 1) * (height + of_h - 1) * (width + of_w - 1)
+    def staged_box(self, tile: Tile, box: Ints) -> Ints:
+        """Extents of x that the cells of a box read; of boxed ones an odd number along W."""
+        depth, height, width = (b + s - 1 for b, s in zip(box, self.shifts, strict=True))
+        return depth, height, width | tile.boxed
 
     def shared_bytes(self, tile: Tile, box: Ints) -> int:
+        depth, height, width = self.staged_box(tile, box)
+        staged, weights = depth * height * width * self.parts * self.pieces(tile) * 16, 0
+        if not tile.hold_weights:
+            weights = 4 * self.fragments(tile) * 32 * self.words(tile)
+        if tile.boxed:
+            fetched = depth * height * ((width + 14) // 8 | 1) * self.pieces(tile) * 8 * 16
+            return staged + fetched + weights + self.result_bytes(tile, box)
         turned = 0 if self.out_channels_last else 8 * at_residue(tile.cells * self.stride[2], 4, 16)
-        weights = 0 if tile.hold_weights else self.fragments(tile) * 32 * self.words(tile)
-        return self.staged(box) * self.parts * self.pieces(tile) * 16 + 4 * (WARPS * turned + weights)
+        return staged + 4 * WARPS * turned + weights
+
+    def result_bytes(self, tile: Tile, box: Ints) -> int:
+        """Return the most bytes of a box of the result, where distances are those of memory modulo 16."""
+        depth, height, width = (b * s for b, s in zip(box, self.stride, strict=True))
+        channel = height * (width * self.itemsize + 15) + 63
+        return round_up(depth * (8 * tile.tiles_c * channel + 15) + 16, 16)
 
     def stores_both_eights(self, tile: Tile) -> bool:
         """Whether lanes may exchange channels, so that they store whole sectors of memory."""
@@ -318,11 +359,13 @@ class Work:
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
         # A vector of several cells may not go on in the next row.
         whole = max(1, widest_vector(self.stride[2], self.itemsize) // self.stride[2])
-        whole = whole if vector and not self.out_channels_last else 1
+        whole = whole if vector and not (self.out_channels_last or tile.boxed) else 1
         best: tuple[float, Ints] | None = None
         cuts = (_cuts(extent, most) for extent, most in zip(extents, BOXES, strict=True))
         for depth, height, width in itertools.product(*cuts):
             box = (depth, height, -(-width // whole) * whole)
+            if tile.boxed and width < min(BOXED_WIDTH, extents[2]):
+                continue
             if prod(box) > MAX_CELLS or self.shared_bytes(tile, box) > room:
                 continue
             if box not in known:
@@ -340,6 +383,8 @@ class Work:
         """
         if device.compute_capability >= 100 and tile.groups == 2 and tile.min_blocks == 4:
             return None
+        if tile.boxed and device.compute_capability < BOXED_CAPABILITY:
+            return None
         logarithms, known = 0.0, dict[Ints, float]()
         for typical in TYPICAL_EXTENTS[self.rank]:
             extents = tuple(typical if axis >= 3 - self.rank else 64 for axis in range(3))
@@ -353,7 +398,7 @@ class Work:
     def clocks(self, tile: Tile, box: Ints, vector: bool) -> float:
         """Estimate a multiprocessor's clocks for one box and one tile of channels."""
         # Sixteens of cells that are multiplied; the warps of a block take equally many.
-        cells, staged = prod(box), self.staged(box)
+        cells, staged = prod(box), prod(self.staged_box(tile, box))
         rows = -(-cells // (WARPS * tile.cells)) * WARPS * tile.tiles_m
         values = ROWS * self.outputs * 8 * tile.tiles_c / 32  # of a lane
         products = self.taps * tile.k_steps * tile.tiles_c * self.products
@@ -366,6 +411,8 @@ class Work:
         shared += rows * values * (4 if self.out_channels_last else 3.5)
         shared += staged * (c_in * (0.5 if self.x_channels_last else 1.3) + self.parts * self.pieces(tile) * 4) / 32
         a_value = 5 if self.out_channels_last else 3 if vector else 6 if self.itemsize == 4 else 7
+        if tile.boxed:
+            a_value = A_VALUE_OF_BOXES
         a_product = 1.3 if self.products == 1 else 2
         a_row = 330 / tile.tiles_m if tile.groups == 1 else 240
         issue = rows * (a_product * products + loads + weights + values * a_value + a_row)
@@ -377,10 +424,14 @@ class Work:
             ragged = max(1, sector / channels)
         else:
             ragged = 1 if vector else 1 + ROW_ENDS / (box[2] * self.stride[2])
+        if tile.boxed:
+            ragged = 1 + ROW_ENDS / (box[1] * box[2] * self.stride[1] * self.stride[2])
         memory = cells * self.outputs * channels * self.itemsize * ragged / MEMORY_BYTES_A_CLOCK
         l2 = staged * c_in * self.itemsize / L2_BYTES_A_CLOCK
         units = (tensor, shared, l2, memory, issue / INSTRUCTIONS_A_CLOCK)
         busy = max(units) + OVERLAP * (sum(units) - max(units))
+        if tile.boxed:
+            busy *= OF_BOXES
         return busy * (1 + ALONE / tile.min_blocks) + BOX_CLOCKS / tile.min_blocks
 
 
@@ -410,13 +461,16 @@ def tiles(work: Work) -> Iterator[Tile]:
     k_steps = 1 if half_k else -(-work.c_in // (32 // work.itemsize))
     eights = -(-work.c_out // 8)
     pairs = half_k and work.half_sectors
-    for (tiles_c, groups), tiles_m, hold, blocks in itertools.product(
-        [*((c, 1) for c in sorted({1, min(2, eights)})), *[(2, 2)] * pairs], (1, 2, 4), (False, True), (2, 3, 4)
+    of_channels = [*((c, 1) for c in sorted({1, min(2, eights)})), *[(2, 2)] * pairs]
+    for (tiles_c, groups), tiles_m, hold, blocks, boxed in itertools.product(
+        of_channels, (1, 2, 4), (False, True), (2, 3, 4), (False, True) if work.may_box else (False,)
     ):
-        tile = Tile(tiles_m, tiles_c, k_steps, half_k, hold, blocks, groups)
+        tile = Tile(tiles_m, tiles_c, k_steps, half_k, hold, blocks, groups, boxed)
+        if boxed and (blocks == 2 or tiles_m == 4):  # few warps wait for each other
+            continue
         if hold and work.fragments(tile) * work.words(tile) > MAX_HELD:
             continue
-        if hold and work.stores_both_eights(tile):  # up to 65% slower, and never more than 3% faster
+        if hold and (boxed or work.stores_both_eights(tile)):  # up to 65% slower, and never more than 3% faster
             continue
         if work.fragments(tile) * tiles_m * work.products > MAX_UNROLLED or work.accumulators(tile) > MAX_ACCUMULATORS:
             continue

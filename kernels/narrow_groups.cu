@@ -68,6 +68,9 @@
 #ifndef OUT_CHANNELS_LAST
 #define OUT_CHANNELS_LAST 0
 #endif
+#ifndef BOXED  // whether rows of the result leave a block a box at a time (sm_90, 16 bits), see narrow_box.cuh
+#define BOXED 0
+#endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 4
 #endif
@@ -187,8 +190,9 @@ struct Staged {
 };
 
 __device__ __forceinline__ Staged staged_box(const Problem& p) {
-    return {(int)p.box[0] + CellsD::shifts() - 1, (int)p.box[1] + CellsH::shifts() - 1, (int)p.box[2] + CellsW::shifts() - 1,
-            (int)p.plane};
+    // Of boxed ones an odd width: rows begin in different banks.
+    return {(int)p.box[0] + CellsD::shifts() - 1, (int)p.box[1] + CellsH::shifts() - 1,
+            ((int)p.box[2] + CellsW::shifts() - 1) | BOXED, (int)p.plane};
 }
 
 struct Cell {
@@ -394,7 +398,9 @@ __device__ __forceinline__ float sum_of(const Sums& sums, const float (&bias)[TI
     return sums[m][(live_d * CellsH::LIVE + live_h) * CellsW::LIVE + live_w][c][i];
 }
 
-#if OUT_CHANNELS_LAST
+#if BOXED
+#include "narrow_box.cuh"
+#elif OUT_CHANNELS_LAST
 // The four lanes that share a row have eight channels that follow each other, two each.
 template <int VECTOR>
 __device__ __forceinline__ void store_channels(const float (&two)[TILES_C][2], int channels, bool inside, Stored* to, const Problem& p) {
@@ -636,8 +642,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     const Staged s = staged_box(p);
     Piece* const box = reinterpret_cast<Piece*>(shared_bytes);
+#if BOXED
+    Piece* const raw = box + PIECES * s.plane;
+    Fragment* const slots = reinterpret_cast<Fragment*>(raw + pieces_of_raw(s));
+    char* const result = reinterpret_cast<char*>(slots + (HOLD_WEIGHTS ? 0 : FRAGMENTS * 32));
+    const Pitches pitch(p);
+#else
     float* const turned = reinterpret_cast<float*>(box + PARTS * PIECES * s.plane);
     Fragment* const slots = reinterpret_cast<Fragment*>(turned + WARPS * TURNED);
+#endif
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     // A block's boxes are all of one group, or two, and one tile of channels, which therefore run fastest.
@@ -678,16 +691,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
 
     const int cells = (int)(p.box[0] * p.box[1] * p.box[2]);
+#if BOXED
+    const auto fetch_box = [&](unsigned index) {
+        const Block b = locate(index, p);
+        if (index < (unsigned)p.blocks) fetch(raw, x + b.n * p.x_stride[0], b, s, p);
+    };
+    if (p.x_vector) fetch_box(blockIdx.x / sets);
+    copy_async_wait<0>();
+    __syncthreads();
+#endif
     for (unsigned index = blockIdx.x / sets; index < (unsigned)p.blocks; index += gridDim.x / sets) {
         const Block b = locate(index, p);
-        __syncthreads();  // all warps are done with the box before
         const Stored* const from_x = x + b.n * p.x_stride[0];
+#if BOXED
+        if (p.x_vector) {
+            put_in_order(box, raw, b, s, p);
+        } else {
+            stage<false>(box, from_x, b, s, p);
+        }
+        store_bulk_wait_until_read();
+        __syncthreads();
+        if (p.x_vector) fetch_box(index + gridDim.x / sets);
+#else
+        __syncthreads();  // all warps are done with the box before
         if (X_CHANNELS_LAST && p.x_vector) {
             stage<true>(box, from_x, b, s, p);
         } else {
             stage<false>(box, from_x, b, s, p);
         }
         __syncthreads();
+#endif
+        Stored* const to = out + b.n * p.out_stride[0];
+#if BOXED
+        Stored* const first_out = to + (b.d * STRIDE_D * (Index)p.out_stride[2] + b.h * STRIDE_H * (Index)p.out_stride[3] +
+                                        b.w * STRIDE_W);
+        char* const first_result = result + (unsigned)(unsigned long long)first_out % 16;
+#endif
 #pragma unroll 1
         for (int first = warp * CELLS; first < cells; first += WARPS * CELLS) {
             Lane own;
@@ -711,8 +750,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                         for (int i = 0; i < 4; ++i)
                             sums[m][live][c][i] = FEW_REGISTERS ? two[c][i % 2] : on_its_own(two[c][i % 2]);
             multiply(sums, own, weights, s, p);
-            Stored* const to = out + b.n * p.out_stride[0];
-#if OUT_CHANNELS_LAST
+#if BOXED
+            put(first_result, pitch, sums, two, first, cells, b, p);
+#elif OUT_CHANNELS_LAST
             if (widest_vector() > 2 && p.out_vector == 1) {
                 store<2>(nullptr, sums, two, first, cells, channels, b, to, p);
                 continue;
@@ -723,13 +763,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 continue;
             }
 #endif
+#if !BOXED
             if (p.out_vector) {
                 store<widest_vector()>(turned + warp * TURNED, sums, two, first, cells, channels, b, to, p);
             } else {
                 store<1>(turned + warp * TURNED, sums, two, first, cells, channels, b, to, p);
             }
+#endif
         }
+#if BOXED
+        copy_async_wait<0>();
+        publish_shared_writes();
+        __syncthreads();  // the box is multiplied, and the next one fetched
+        store_box(first_result, pitch, b, channels, first_out, p);
+#endif
     }
+#if BOXED
+    store_bulk_wait();
+#endif
 }
 
 // Puts the weights of the call in fragment order, once, before the kernel above: [group][tile of output channels][tap][k step]

@@ -27,6 +27,7 @@ RAGGED = {1: ((65,), (129,), (517,)), 2: ((5, 35), (9, 67), (11, 33)), 3: ((3, 5
 CHANNELS = ((8, 8), (3, 5), (8, 12), (12, 8), (1, 1), (16, 17), (5, 8), (8, 3), (4, 16), (9, 24))
 KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
 LAST = ("channels_last",)
+FOLLOWING = ("contiguous", "sliced", "cropped", "misaligned")  # outputs along W follow each other
 NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
 
 
@@ -59,6 +60,17 @@ def cases() -> dict[str, dict[str, Any]]:
         spec = Specialisation(kernel, strides, (1,) * rank, *channels, layouts(index % 4 < 3), LAST, **own)
         fields = {"device": dataclasses.replace(DEVICES[90], multiprocessors=1), "plan": plan_with(index, groups=2)}
         found[f"pairs-{rank}d-stride-{stride}"] = {"spec": spec, "dtype": KINDS[index % 2][0], **fields}
+    for index, rank in enumerate((3, 2, 1, 3, 2, 1)):
+        # Rows whose result leaves a block a box at a time.
+        choose = random.Random(index)
+        kernel = tuple(choose.randint(2, LARGEST_KERNEL[rank]) for _ in range(rank))
+        stride = (4,) if rank == 1 else tuple(2 for _ in range(rank))
+        dilation = tuple(choose.randint(1, 2) for _ in range(rank))
+        shifts = tuple(min(choose.randrange(s), d * (k - 1)) for k, s, d in zip(kernel, stride, dilation, strict=True))
+        channels = CHANNELS[choose.randrange(len(CHANNELS))]
+        spec = Specialisation(kernel, stride, dilation, *channels, FOLLOWING, FOLLOWING, shifts=shifts)
+        fields = {"device": dataclasses.replace(DEVICES[90], multiprocessors=1), "plan": plan_with(index, boxed=True)}
+        found[f"boxed-{index}-{rank}d"] = {"spec": spec, "dtype": KINDS[index % 2][0], **fields}
     return found
 
 
@@ -66,7 +78,7 @@ def layouts(last: bool) -> tuple[str, ...]:
     return LAST if last else NOT_LAST
 
 
-def plan_with(number: int, groups: int = 1) -> Callable[..., Plan]:
+def plan_with(number: int, groups: int = 1, boxed: bool = False) -> Callable[..., Plan]:
     """Return a planner that takes one of a problem's tiles, whatever it costs."""
 
     def plan(
@@ -74,7 +86,7 @@ def plan_with(number: int, groups: int = 1) -> Callable[..., Plan]:
     ) -> Plan:
         turned, turned_layout = narrow._batch_as_depth(geometry, layout)
         every_tile = fitting_tiles(narrow.Work.of_problem(turned, dtype, precision, turned_layout), device)
-        tiles = [tile for tile in every_tile if tile.groups == groups] or every_tile
+        tiles = [tile for tile in every_tile if (tile.groups, tile.boxed) == (groups, boxed)] or every_tile
         tile = tiles[number % len(tiles)]
         return plan_tile(tile)(family, geometry, dtype, layout, precision, device)
 

@@ -138,6 +138,15 @@ def by_disjoint() -> Iterator[None]:
 
 
 @pytest.fixture
+def by_narrow_groups() -> Iterator[None]:
+    from cuconvt import cuda, warm
+    from cuconvt.plan_narrow_groups import plan_narrow_groups
+
+    with planned_by(plan_narrow_groups, cuda, "make_plan", cuda._prepare, warm._slot):
+        yield
+
+
+@pytest.fixture
 def by_phase_wgmma() -> Iterator[None]:
     from cuconvt import cuda, warm
     from cuconvt.plan_phase_wgmma import plan_phase_wgmma
@@ -155,6 +164,27 @@ FOR_TENSOR_CORES = pytest.mark.parametrize(
 @pytest.mark.parametrize("name", DISJOINT)
 def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: str, precision: str | None) -> None:
     check(DISJOINT[name], dtype, cupy, precision)
+
+
+# Rows of few channels a group whose 16-bit results leave a block a box at a time: of even and odd lengths, in several boxes along
+# every axis, with and without 16 bytes of x that can be fetched at once.
+BOXED = {
+    "odd": case((3, 24, 11, 45, 67), 24, 3, stride=2, padding=1, groups=3, has_bias=True),
+    "fetched": case((2, 16, 9, 33, 64), 16, 3, stride=2, padding=1, groups=2, has_bias=True),
+    "fetched_by_words": case((2, 20, 9, 21, 70), 24, 3, stride=2, padding=1, output_padding=1, groups=4),
+    "images": case((21, 16, 45, 72), 12, 4, stride=2, padding=1, groups=2),
+    "parts_of_rows": case((3, 16, 5008), 16, 16, stride=8, padding=4, groups=2, has_bias=True),
+    "sixteen": case((2, 32, 9, 21, 48), 48, 3, stride=2, padding=(1, 0, 1), groups=2),
+    "by_three": case((2, 8, 7, 12, 64), 8, 3, stride=(2, 1, 3), padding=1),
+    "gaps": case((2, 6, 9, 21, 37), 10, (2, 3, 4), (2, 2, 3), x_layout="cropped", out_layout="misaligned", groups=2),
+    "sliced": case((2, 16, 9, 20, 40), 16, 3, 2, padding=1, x_layout="sliced", out_layout="sliced", groups=2),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", BOXED)
+def test_boxes_of_rows(cupy: Any, by_narrow_groups: None, name: str, dtype: str) -> None:
+    check(BOXED[name], dtype, cupy)
 
 
 @pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])

@@ -15,14 +15,17 @@ from host_narrow_groups import plan_tile
 from strategies import DTYPES, Problem, case, place
 from test_plan import problem_of
 
+from cuconvt import plan_narrow_groups as narrow
 from cuconvt.plan import Plan
 from cuconvt.plan_narrow_groups import Tile
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 ONE_BY_ONE, VECTORS, WINDOWS, BOTH_EIGHTS = 0, 1, 2, 2
+ROWS_OF_BOX, WHOLE_ROWS = 1, 2
 WIDE, NARROW = Tile(2, 1, 1, False, False, 2), Tile(1, 1, 1, False, True, 4)
 HALF = Tile(1, 1, 1, True, False, 4)
+BOXED, BOXED_PAIR = Tile(1, 1, 1, True, False, 3, boxed=True), Tile(2, 2, 1, False, True, 3, boxed=True)
 TWO_EIGHTS, TWO_GROUPS = Tile(1, 2, 1, False, False, 2), Tile(1, 2, 1, True, True, 2, 2)
 EVEN = case((2, 16, 3, 4, 32), 12, 4, 2, padding=1, groups=2, has_bias=True)  # 64 outputs a row
 ODD = case((2, 16, 3, 4, 32), 12, 3, 2, padding=1, groups=2, has_bias=True)  # 63
@@ -48,6 +51,11 @@ STORED = {
     "windows-of-several-boxes": (LONG, "float32", "tf32", WIDE, WINDOWS),
     "one-by-one": (ODD, "bfloat16", None, HALF, ONE_BY_ONE),
     "one-by-one-of-three": (case((1, 8, 30), 8, 5, 3), "float32", "tf32x3", WIDE, ONE_BY_ONE),
+    "boxes-of-even-rows": (EVEN, "float16", None, BOXED, WHOLE_ROWS),
+    "boxes-of-odd-rows": (ODD, "bfloat16", None, BOXED, WHOLE_ROWS),
+    "boxes-of-two-eights": (case((1, 16, 3, 4, 20), 13, 3, 2, has_bias=True), "bfloat16", None, BOXED_PAIR, WHOLE_ROWS),
+    "boxes-of-parts-of-rows": (case((2, 8, 700), 8, 5, 4, padding=1), "float16", None, BOXED, ROWS_OF_BOX),
+    "boxes-of-three-outputs-a-cell": (case((1, 8, 5, 31), 8, 5, 3), "float16", None, BOXED, WHOLE_ROWS),
     "pairs-of-channels": (LAST, "bfloat16", None, HALF, VECTORS),
     "two-groups": (LAST, "bfloat16", None, TWO_GROUPS, BOTH_EIGHTS),
     "two-groups-of-one-output-a-cell": (LAST_ONCE, "float16", None, TWO_GROUPS, BOTH_EIGHTS),
@@ -79,6 +87,28 @@ def test_results_are_stored(name: str) -> None:
 def test_misaligned_results_are_stored(dtype: str, precision: str | None, tile: Any) -> None:
     with on_host("narrow_groups", DEVICES[90], precision, plan=plan_tile(tile)):
         check(MISALIGNED, dtype, precision=precision)
+
+
+@pytest.mark.parametrize("x_width", [31, 32, 34])
+@pytest.mark.parametrize("out_layout", ["contiguous", "misaligned", "cropped", "sliced"])
+def test_boxes_of_rows_anywhere_are_stored(out_layout: str, x_width: int) -> None:
+    """Of x, 16 bytes are fetched at a time, four, or elements are loaded."""
+    problem = dataclasses.replace(ODD, extent=(3, 4, x_width), out_layout=out_layout)
+    geometry = geometry_of(problem)
+    plan = plan_tile(BOXED)("narrow_groups", geometry, "float16", layout_of(geometry), None, DEVICES[90])
+    assert problem_of(plan)["x_vector"] == ({31: 0, 32: 16, 34: 4}[x_width],)
+    with on_host("narrow_groups", DEVICES[90], plan=plan_tile(BOXED)):
+        check(problem, "float16")
+
+
+def test_boxes_are_of_halves_and_of_large_results() -> None:
+    def tiles(problem: Problem, dtype: str, precision: str | None = None) -> set[bool]:
+        geometry = geometry_of(problem)
+        layout = layout_of(geometry, problem.out_layout == "channels_last")
+        return {tile.boxed for tile in narrow.tiles(narrow.Work.of_problem(geometry, dtype, precision, layout))}
+
+    assert tiles(ODD, "float16") == {False, True}
+    assert tiles(ODD, "float32", "tf32") == tiles(ONCE, "bfloat16") == tiles(LAST, "bfloat16") == {False}
 
 
 def test_a_group_does_not_see_the_other_one() -> None:
