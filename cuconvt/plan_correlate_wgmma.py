@@ -193,7 +193,8 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
 class Work(phase_wgmma.Work):
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
-    extents, extents_of_wide = TYPICAL_EXTENTS, TYPICAL_EXTENTS_OF_WIDE
+    extents = extents_of_rows = TYPICAL_EXTENTS
+    extents_of_wide = extents_of_wide_rows = TYPICAL_EXTENTS_OF_WIDE
 
     def __init__(self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None):
         g = geometry

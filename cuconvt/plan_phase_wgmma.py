@@ -65,14 +65,18 @@ L2_BYTES_A_CLOCK = 70
 MEMORY_BYTES_A_CLOCK = 18
 INSTRUCTIONS_A_CLOCK = 1.2
 OVERLAP = 0.4  # what of the less busy units' time adds to the busiest one's
-BOX_CLOCKS, CHUNK_CLOCKS = 200, 1000  # in which a block waits: for a box, and for a chunk of channels
+BOX_CLOCKS, CHUNK_CLOCKS = 200, 850  # in which a block waits: for a box, and for a chunk of channels
 SLICE_CLOCKS, SLICE_CHUNK_CLOCKS = 1000, 250  # likewise, where a block slides; the latter for each 64 rows of a worker
 COPIED_CHUNK_CLOCKS, COPIED_SLICE_CHUNK_CLOCKS = 550, 780  # instead, where x is channels-last and comes by copies
 COPY_INSTRUCTIONS = 50  # that 16 bytes of such an x take
 RUN_CLOCKS = 1500  # for a box whose result is stored straight from the registers, by a block that is alone
+BATCH_CLOCKS = 1100  # in which a thread of the stagers loads a batch of rows and stores it, however many have one
 DEEP = 0.85  # of the waits for chunks are left where four of them are staged ahead
+DEEP_OF_ROWS = 0.35  # likewise, of rows that are not split: then a chunk has a third of the products to hide them
+SLOT_CLOCKS = 700  # that a slot of weights takes at least: of three in turn, that far ahead of their use
 SECTOR = 32  # bytes that memory writes at least
 COMPARED = 0.93  # the other kernels' estimates are as much more optimistic
+COMPARED_OF_ROWS = 0.78  # where x is float32 in rows
 COMPARED_OF_TF32_LAST = 0.85  # where x is channels-last
 COMPARED_OF_16_BITS = 0.65
 ROW_ENDS = 16  # outputs more than a row has take as long to write
@@ -87,9 +91,13 @@ LONGER_RING = 6  # slots of weights, where there is room: so many hide how long 
 # Shared memory that leaves the L1 cache 60 KB: with half of these, loads of rows took a sixth longer.
 SHARED_BYTES_BESIDE_L1 = 195 * 1024
 POSITIONS = 2000  # that a problem may have for each multiprocessor
+POSITIONS_OF_WIDE_ROWS = 800  # likewise, with many channels, where x is in rows
 WIDE = 128  # channels: networks have so many where extents are small, too
 MAX_CHAINS = 256  # of 3xTF32 that an output adds up: with more, their roundings count, and chains are longer instead
 TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), *TYPICAL_EXTENTS[3][:3])}
+# Where x is in rows: mostly of networks that pad, whose extents boxes of 33 positions do not suit.
+EXTENTS_OF_ROWS = {**TYPICAL_EXTENTS, 3: ((20, 40, 40), (40, 40, 40), (112, 112, 112))}
+EXTENTS_OF_WIDE_ROWS = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), (32, 32, 32), (64, 64, 64))}
 
 
 @dataclass(frozen=True)
@@ -153,9 +161,9 @@ def plan_phase_wgmma(
     geometry, layout = _batch_as_depth(geometry, layout)
     work = Work(geometry, dtype, precision, layout)
     if tile is not None:
-        cost = work.without_pairs().typical_cost(tile, device)
+        cost = work.with_pairs().typical_cost(tile, device)
         return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
-    choice = choose_tile(work.without_pairs().shape, device)
+    choice = choose_tile(work.with_pairs().shape, device)
     if choice is None:
         return Refusal("phase_wgmma", f"no box with its halo fits into {device.shared_bytes} bytes of shared memory")
     tile, cost = choice
@@ -169,7 +177,7 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
     geometry, layout = _batch_as_depth(geometry, layout)
     work = Work(geometry, dtype, precision, layout)
     for tile in tiles(work):
-        cost = work.without_pairs().typical_cost(tile, device)
+        cost = work.with_pairs().typical_cost(tile, device)
         plan = plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
         if cost is not None and isinstance(plan, Plan):
             yield plan
@@ -387,6 +395,7 @@ class Work:
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
     extents, extents_of_wide = TYPICAL_EXTENTS, TYPICAL_EXTENTS_OF_WIDE
+    extents_of_rows, extents_of_wide_rows = EXTENTS_OF_ROWS, EXTENTS_OF_WIDE_ROWS
 
     def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout):
         run = 1 if layout.out_channels_last else _run(geometry, layout, 4 if dtype == "float32" else 2)
@@ -430,15 +439,19 @@ class Work:
         self.live = [min(k, step) for k, step in zip(s.kernel, self.steps, strict=True)]  # phases that have a tap
         self.parts = 2 if s.products == 3 else 1
         self.unit = 1  # that a box's plane counts for a position
+        self.wide = max(s.c_in, s.c_out) >= WIDE
         self.compared = COMPARED
         if s.itemsize == 2:
             self.compared = COMPARED_OF_16_BITS
-        elif s.products == 1 and s.x_channels_last:
+        elif not s.x_channels_last:
+            self.compared = COMPARED_OF_ROWS
+        elif s.products == 1:
             self.compared = COMPARED_OF_TF32_LAST
 
-    def without_pairs(self) -> Work:
-        """Return the same with x read one position at a time: pairs depend on extents, which a choice must not."""
-        return Work.of(dataclasses.replace(self.shape, pairs=False))
+    def with_pairs(self) -> Work:
+        """Return the same with rows read in pairs, as most can be: it depends on extents, which a choice must not."""
+        pairs = self.shape.itemsize == 2 and not self.shape.x_channels_last
+        return Work.of(dataclasses.replace(self.shape, pairs=pairs))
 
     def reach(self, tile: Tile) -> Ints:
         """Return how much wider the staged box is than the box of positions."""
@@ -693,7 +706,8 @@ class Work:
         phases = 1 if tile.all_phases else s.stride[0] * s.stride[1]
         boxes = phases * -(-s.c_out // (8 * tile.tiles_c))
         # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
-        rounds = POSITIONS * boxes / (tile.rows * tile.min_blocks * tile.workers // tile.team)
+        positions = POSITIONS_OF_WIDE_ROWS if self.wide and not s.x_channels_last else POSITIONS
+        rounds = positions * boxes / (tile.rows * tile.min_blocks * tile.workers // tile.team)
         return self.clocks(tile, box) * boxes * (1 + 0.5 / rounds)
 
     def typical_cost(self, tile: Tile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
@@ -702,8 +716,10 @@ class Work:
         Also None as soon as the mean must exceed `limit`, as no extents take less than `least`.
         """
         logarithms = 0.0
-        wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
-        typical_extents = (self.extents_of_wide if wide else self.extents)[self.shape.rank]
+        if self.shape.x_channels_last:
+            typical_extents = (self.extents_of_wide if self.wide else self.extents)[self.shape.rank]
+        else:
+            typical_extents = (self.extents_of_wide_rows if self.wide else self.extents_of_rows)[self.shape.rank]
         for left, extents in zip(range(len(typical_extents))[::-1], typical_extents, strict=True):
             # With padding, the first and the last position have some of the outputs where no phase is late.
             more = self.shape.late[2] if tile.join_w else 0
@@ -726,8 +742,16 @@ class Work:
         wider = [reach for reach in self.reach(tile) if reach]
         k = max(1, len(wider))
         plane = int((tile.rows ** (1 / k) + prod(wider) ** (1 / k)) ** k) if wider else tile.rows
-        box = Box((depth, 1, tile.rows), (0, 0), plane * self.unit, plane)
+        box = Box((depth, 1, tile.rows), (0, 0), plane * self.unit, plane // 2 if self.shape.pairs else plane)
         return self.compared * self.cost(tile, box) / (depth * tile.rows)
+
+    def rounds(self, tile: Tile, box: Box) -> int:
+        """Return how often stagers wait for a batch of loads of rows, to stage all channels of a box or slice once."""
+        chunk, stagers = self.chunk(tile), 128 * tile.stagers - 32
+        units = box.items * chunk // 8  # of eight loads
+        whole, rest = divmod(self.shape.c_in, chunk)
+        batch = 4 - (2 if tile.slides else tile.k_steps)  # of a chunk that is whole
+        return whole * -(-units // (batch * stagers)) + (-(-units // stagers) if rest else 0)
 
     def clocks(self, tile: Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for one box, averaged over the phases along D and H."""
@@ -738,9 +762,9 @@ class Work:
         staged = chunks * box.plane * self.pieces(tile) * 16  # bytes of x, as it comes
         weights = 0 if tile.resident else chunks * rows * self.slot_bytes(tile)
         outputs = prod(box.extent) * self.outputs(tile) * min(8 * tile.tiles_c, s.c_out)
-        # Rows end within a 128-byte line; 16 bits of a position fill half of one.
+        # A warp loads a channel of 32 positions, or of 64 where 16 bits are read in pairs, whatever lines they are in.
         width = box.extent[2] + self.reach(tile)[2]
-        loads = staged / s.itemsize / 32 * (1 + 32 / width) * (0.5 + 0.5 * s.itemsize / 4 if s.pairs else 1)
+        loads = staged / s.itemsize / 32 * (0.5 + 0.5 * s.itemsize / 4 if s.pairs else 1)
         if s.x_channels_last:
             loads = staged / 128
         stores = outputs / 32 * (1 + 32 / (box.extent[2] * s.stride[2]))
@@ -766,8 +790,11 @@ class Work:
         memory = outputs * s.plane_step * s.itemsize * ragged / MEMORY_BYTES_A_CLOCK
         staging = staged / 16 * COPY_INSTRUCTIONS if s.x_channels_last else staged / s.itemsize * 5
         issue = (staging + outputs * 8) / 32 / INSTRUCTIONS_A_CLOCK
-        busiest = max(shared, tensor, l2, memory, issue)
-        others = shared + tensor + l2 + memory + issue - busiest
+        batches = 0.0
+        if not s.x_channels_last:
+            batches = self.depth(tile, box) * self.rounds(tile, box) * BATCH_CLOCKS / tile.min_blocks
+        busiest = max(shared, tensor, l2, memory, issue, batches)
+        others = shared + tensor + l2 + memory + issue + batches - busiest
         a_box, a_chunk = BOX_CLOCKS, CHUNK_CLOCKS
         if tile.slides:  # stagers wait for a slice's positions, however many of them a thread has
             a_box, a_chunk = SLICE_CLOCKS, SLICE_CHUNK_CLOCKS * tile.tiles_m
@@ -779,8 +806,11 @@ class Work:
             a_chunk *= 2
         if tile.slides and tile.min_blocks > 1:  # one block stores while another multiplies
             a_box //= 2
-        waits = chunks * a_chunk * (1 if tile.x_stages == 2 else DEEP) + stored * a_box
-        return busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
+        deep = DEEP if s.x_channels_last or s.products == 3 else DEEP_OF_ROWS
+        waits = chunks * a_chunk * (1 if tile.x_stages == 2 else deep) + stored * a_box
+        clocks = busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
+        slots = 0 if tile.resident or s.x_channels_last else chunks * rows
+        return max(clocks, slots * SLOT_CLOCKS / tile.min_blocks)
 
 
 def _few(extent: int) -> list[int]:
