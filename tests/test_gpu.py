@@ -166,8 +166,8 @@ def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: 
     check(DISJOINT[name], dtype, cupy, precision)
 
 
-# Rows of few channels a group whose 16-bit results leave a block a box at a time: of even and odd lengths, in several boxes along
-# every axis, with and without 16 bytes of x that can be fetched at once.
+# Rows of few channels a group whose 16-bit results leave a block a box at a time: of even and odd lengths, in several
+# boxes along every axis, with and without 16 bytes of x that can be fetched at once.
 BOXED = {
     "odd": case((3, 24, 11, 45, 67), 24, 3, stride=2, padding=1, groups=3, has_bias=True),
     "fetched": case((2, 16, 9, 33, 64), 16, 3, stride=2, padding=1, groups=2, has_bias=True),
