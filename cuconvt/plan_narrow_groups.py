@@ -410,7 +410,7 @@ class Work:
         shared = rows * (loads * (2 if self.pieces(tile) == 1 else 4) + weights * self.words(tile))
         shared += rows * values * (4 if self.out_channels_last else 3.5)
         shared += staged * (c_in * (0.5 if self.x_channels_last else 1.3) + self.parts * self.pieces(tile) * 4) / 32
-        a_value = 5 if self.out_channels_last else 3 if vector else 6 if self.itemsize == 4 else 7
+        a_value: float = 5 if self.out_channels_last else 3 if vector else 6 if self.itemsize == 4 else 7
         if tile.boxed:
             a_value = A_VALUE_OF_BOXES
         a_product = 1.3 if self.products == 1 else 2
