@@ -278,8 +278,8 @@ FAULTS = {
         "__syncthreads();  // all warps are done", "// all warps are done", "with no barrier in between"
     ),
     "a box that is read before it is staged": narrow_fault(
-        "}\n        __syncthreads();\n#pragma unroll 1",
-        "}\n#pragma unroll 1",
+        "}\n        __syncthreads();\n#endif\n        Stored",
+        "}\n#endif\n        Stored",
         UNWRITTEN + "|with no barrier in between",
     ),
     "a shift of a cell one column late": narrow_fault(
