@@ -209,6 +209,14 @@ __device__ __forceinline__ Operand describe(const void* shared, unsigned piece_b
 // The same so many times 16 bytes further. A half of a descriptor takes one addition, the whole one would take several.
 __device__ __forceinline__ Operand operator+(Operand operand, int pieces) { return {operand.low + pieces, operand.high}; }
 
+// The same of rows of 128 bytes, each one place along K: 64 rows of A, or columns of B, in 16-byte pieces, of which the one that
+// is stored as number i is i ^ row % 8, with rows counted from a multiple of 1024 bytes. Eight places along K follow each other,
+// the next eight are `run_bytes` further, and the next 64 of A or B `group_bytes`. It may start at any row.
+__device__ __forceinline__ Operand describe_swizzled(const void* shared, unsigned run_bytes, unsigned group_bytes) {
+    const unsigned address = (unsigned)__cvta_generic_to_shared(shared);
+    return {address >> 4 | group_bytes >> 4 << 16, run_bytes >> 4 | 1u << 30};
+}
+
 // A value that all lanes of a warp have, in a register of the warp. Descriptors have to be in such registers: what is added to
 // one that is so takes an instruction, while any other has to be moved there, half by half.
 __device__ __forceinline__ unsigned of_warp(unsigned value) {
@@ -416,6 +424,20 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, unsi
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(shared)),
                  "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// What the copies of boxes of an array know of it. The host makes it; a kernel takes it as a `const __grid_constant__` parameter.
+struct alignas(64) TensorMap {
+    unsigned long long words[16];
+};
+
+// Copies a box whose first element is at these coordinates, which may be outside the array: what is there becomes zeros. All bytes
+// of the box arrive at the barrier. Pieces of 16 bytes are stored as describe_swizzled says.
+__device__ __forceinline__ void copy_box(void* shared, const TensorMap* map, int c, int w, int h, int d, int n, Barrier* barrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2,%3,%4,%5,%6}], [%7];" ::"r"(
+                     shared_address(shared)),
+                 "l"(map), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "r"(shared_address(barrier))
                  : "memory");
 }
 

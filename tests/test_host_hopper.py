@@ -65,6 +65,33 @@ def test_wgmma_multiplies_matrices(entry: str, layout: str) -> None:
     np.testing.assert_allclose(d, exact.astype(np.float32), rtol=2**-22, atol=2**-22)
 
 
+# Starts, distances between runs of eight places and between groups of 64 rows, in rows of 128 bytes: of A, then of B.
+SWIZZLED = {
+    "runs follow each other": ((0, 8, 0), (64, 8, 16)),
+    "any row": ((3, 8, 0), (64 + 5, 9, 64)),
+    "runs apart": ((7, 13, 0), (128 + 6, 21, 40)),
+}
+
+
+@pytest.mark.parametrize("layout", SWIZZLED)
+def test_wgmma_multiplies_swizzled_matrices(layout: str) -> None:
+    rng, dtype = np.random.default_rng(0), TYPES["bf16"]
+    a, b = (rng.standard_normal((rows, 16)).astype(dtype) for rows in (64, 136))
+    c, d = rng.standard_normal((64, 136)).astype(np.float32), np.empty((64, 136), np.float32)
+    image = np.zeros((512, 8, 16), np.uint8)  # [row][piece]
+    for matrix, (start, run, group) in zip((a, b), SWIZZLED[layout], strict=True):
+        for k, eight in np.ndindex(16, len(matrix) // 8):
+            row = start + k % 8 + k // 8 * run + eight // 8 * group
+            pieces = np.ascontiguousarray(matrix[8 * eight : 8 * eight + 8, k]).view(np.uint8)
+            image[row, eight % 8 ^ row % 8] = pieces
+    numbers = [128 * number for where in SWIZZLED[layout] for number in where]
+    arguments = dict(zip(("a", "ar", "ag", "b", "br", "bg"), numbers, strict=True))
+    arguments = {"image": image.view(np.uint32), "pieces": image.size // 16, **arguments, "c": c, "out": d}
+    launch(FILE, "swizzled_bf16_136", 128, arguments, shared_bytes=image.size)
+    exact = c + a.astype(np.float64) @ b.astype(np.float64).T
+    np.testing.assert_allclose(d, exact.astype(np.float32), rtol=2**-22, atol=2**-22)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("entry", ["f16_24", "bf16_128"])
 def test_wgmma_multiplies_transposed_matrices(entry: str, layout: str) -> None:

@@ -22,6 +22,7 @@ Meeting meetings[16];
 struct BulkCopy {
     uint32_t to, size;
     const void* from;
+    std::vector<unsigned char> elements;  // in place of `from`
 };
 
 struct MBarrier {
@@ -76,7 +77,7 @@ void complete_if_all_is_in(MBarrier& b) {
         fail("bulk copies bring %llu bytes to the mbarrier at %s, which expects %llu", (unsigned long long)b.copied,
              shared_name(b.address).c_str(), (unsigned long long)b.announced);
     }
-    for (const BulkCopy& copy : b.copies) end_bulk_copy(copy.to, copy.from, copy.size);
+    for (const BulkCopy& copy : b.copies) end_bulk_copy(copy.to, copy.from ? copy.from : copy.elements.data(), copy.size);
     b.copies.clear();
     b.missing = b.count;
     b.announced = b.copied = 0;
@@ -176,7 +177,27 @@ void copy_bulk(void* shared, const void* global, uint32_t bytes, const void* bar
     const uint32_t to = shared_address(shared);
     b.last_copy = epochs[actor_of(b)] = b.first_epoch + (int32_t)b.phase + 1;
     begin_bulk_copy(to, global, bytes, actor_of(b), b.last_copy);
-    b.copies.push_back({to, bytes, global});
+    b.copies.push_back({to, bytes, global, {}});
+    b.copied += bytes;
+    complete_if_all_is_in(b);
+}
+
+void copy_box(void* shared, const Boxes& boxes, const BoxStart& start, const void* barrier) {
+    MBarrier& b = usable(barrier);
+    const uint32_t to = shared_address(shared);
+    uint64_t bytes = 2;
+    for (int axis = 0; axis < 5; ++axis) {
+        const int64_t box = boxes.box[axis], step = boxes.steps[axis];
+        if (box < 1 || box > 256 || step < 1 || step > 8) fail("a box of %d elements, of which every %d-th is copied", (int)box, (int)step);
+        if (axis ? boxes.strides[axis] % 16 : boxes.strides[0] != 2) fail("an array with strides that copies of boxes cannot take");
+        bytes *= (uint64_t)((box + step - 1) / step);
+    }
+    if (boxes.box[0] != 64 || boxes.steps[0] != 1) fail("a box of other than 64 channels");
+    if (start.at[0] % 8) fail("a box from channel %d on, which is no multiple of 8", (int)start.at[0]);
+    if (boxes.address % 16 || to % 1024) fail("a box from a misaligned address, or to one: %s", shared_name(to).c_str());
+    b.last_copy = epochs[actor_of(b)] = b.first_epoch + (int32_t)b.phase + 1;
+    b.copies.push_back({to, (uint32_t)bytes, nullptr, std::vector<unsigned char>(bytes)});
+    begin_box_copy(to, boxes, start, b.copies.back().elements.data(), (uint32_t)bytes, actor_of(b), b.last_copy);
     b.copied += bytes;
     complete_if_all_is_in(b);
 }

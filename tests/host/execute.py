@@ -18,7 +18,7 @@ import numpy as np
 
 from host.build import DEBUG
 
-VALUE, INPUT, OUTPUT, ABSENT, OF_KERNEL_BEFORE = range(5)
+VALUE, INPUT, OUTPUT, ABSENT, OF_KERNEL_BEFORE, BOXES = range(6)
 # Each launch takes the next order of the threads and fills shared memory differently (NaN, large, small): a result that
 # depends on either differs between two launches.
 SCHEDULES = ((0, 0xFF), (1, 0x55), (2, 0x3A))

@@ -80,7 +80,7 @@ bool run_job(FILE* from, FILE* to, long only_block) {
         if (posix_memalign(&m.allocated, 256, m.argument.residue + m.argument.size)) host::fail("no memory for an argument");
         m.data = (unsigned char*)m.allocated + m.argument.residue;
         read_all(from, m.data, m.argument.size);
-        if (m.argument.role != host::VALUE && m.argument.role != host::ABSENT) {
+        if (m.argument.role != host::VALUE && m.argument.role != host::ABSENT && m.argument.role != host::BOXES) {
             m.elements.resize(m.argument.size);
             read_all(from, m.elements.data(), m.argument.size);
             host::add_array(m.argument, m.data, m.elements.data());
@@ -88,7 +88,13 @@ bool run_job(FILE* from, FILE* to, long only_block) {
     }
     for (Memory& m : memories) {
         m.pointer = m.argument.role == host::ABSENT ? nullptr : m.data + m.argument.first;
-        launch_arguments.push_back(m.argument.role == host::VALUE ? (void*)m.data : (void*)&m.pointer);
+        const bool by_value = m.argument.role == host::VALUE || m.argument.role == host::BOXES;
+        launch_arguments.push_back(by_value ? (void*)m.data : (void*)&m.pointer);
+    }
+    for (Memory& m : memories) {
+        if (m.argument.role != host::BOXES) continue;
+        host::Boxes& boxes = *(host::Boxes*)m.data;
+        boxes.address = (uint64_t)memories[boxes.address].pointer;
     }
     const bool fits = job.grid <= UINT32_MAX / host::MAX_THREADS - 1;  // block and thread are numbered in 32 bits
     if (!fits || job.block > host::MAX_THREADS || job.shared_bytes > host::MAX_SHARED) {

@@ -335,17 +335,49 @@ const unsigned char* read_by_wgmma(uint32_t address, unsigned warpgroup, int32_t
     return shared_at(address);
 }
 
+static void begin_copy(uint32_t to, uint32_t size, unsigned actor, int32_t epoch);
+
 void begin_bulk_copy(uint32_t to, const void* from, uint32_t size, unsigned actor, int32_t epoch) {
     if (to % 16 || (uintptr_t)from % 16 || size % 16) {
         fail("a bulk copy of %u bytes to %s, a misaligned address or size", size, shared_name(to).c_str());
     }
-    size_t offset;
-    const bool dynamic = is_dynamic(to, size, offset, "a bulk copy writes");
     if (size) {
         const bool sound = check((uintptr_t)from, size, false);
         if (!sound && __asan_region_is_poisoned((void*)from, size)) fail("a bulk copy reads past an array");
     }
-    if (dynamic) {
+    begin_copy(to, size, actor, epoch);
+}
+
+// Pieces of 16 bytes change places within their 128, as bits of these say.
+void begin_box_copy(uint32_t to, const Boxes& boxes, const BoxStart& start, unsigned char* elements, uint32_t size, unsigned actor,
+                    int32_t epoch) {
+    int64_t count[5];
+    for (int axis = 0; axis < 5; ++axis) count[axis] = (boxes.box[axis] + boxes.steps[axis] - 1) / boxes.steps[axis];
+    for (uint32_t at = 0; at < size; at += 2) {
+        int64_t rest = at / 128;
+        uint64_t from = boxes.address + (uint64_t)((start.at[0] + at % 128 / 2) * boxes.strides[0]);
+        bool inside = start.at[0] + at % 128 / 2 >= 0 && start.at[0] + at % 128 / 2 < boxes.extents[0];
+        for (int axis = 1; axis < 5; ++axis) {
+            const int64_t place = start.at[axis] + rest % count[axis] * boxes.steps[axis];
+            rest /= count[axis];
+            inside &= place >= 0 && place < boxes.extents[axis];
+            from += (uint64_t)(place * boxes.strides[axis]);
+        }
+        unsigned char* const element = elements + ((at & ~0x7fu) | ((at & 0x7fu) ^ ((to + at) >> 3 & 0x70u)));
+        if (!inside) {
+            element[0] = element[1] = 0;
+            continue;
+        }
+        const bool sound = check((uintptr_t)from, 2, false);
+        if (!sound && __asan_region_is_poisoned((void*)from, 2)) fail("a copy of a box reads past an array");
+        memcpy(element, (const void*)from, 2);
+    }
+    begin_copy(to, size, actor, epoch);
+}
+
+static void begin_copy(uint32_t to, uint32_t size, unsigned actor, int32_t epoch) {
+    size_t offset;
+    if (is_dynamic(to, size, offset, "a bulk copy writes")) {
         for (size_t i = offset / UNIT; i < (offset + size) / UNIT; ++i) {
             const Access& written = units[i].written;
             if (written.interval >= first_interval && is_thread(written.actor) && !published(written)) {

@@ -173,6 +173,13 @@ inline Operand describe(const void* shared, unsigned piece_bytes, unsigned group
     }
     return {address >> 4 | piece_bytes >> 4 << 16, group_bytes >> 4};
 }
+inline Operand describe_swizzled(const void* shared, unsigned run_bytes, unsigned group_bytes) {
+    const unsigned address = shared_address(shared);
+    if ((address | run_bytes | group_bytes) % 128 || (address | run_bytes | group_bytes) >> 18) {
+        host::fail("describes swizzled rows at address %u, %u and %u bytes apart", address, run_bytes, group_bytes);
+    }
+    return {address >> 4 | group_bytes >> 4 << 16, run_bytes >> 4 | 1u << 30};
+}
 inline Operand operator+(Operand operand, int pieces) { return {operand.low + (unsigned)pieces, operand.high}; }
 
 // Values that differ make the threads issue different wgmma, which is an error.
@@ -230,6 +237,10 @@ inline void barrier_arrive_expecting(Barrier* barrier, unsigned bytes) { host::b
 inline void barrier_wait(Barrier* barrier, unsigned parity) { host::barrier_wait(barrier, parity); }
 inline void copy_bulk(void* shared, const void* global, unsigned bytes, Barrier* barrier) {
     host::copy_bulk(shared, global, bytes, barrier);
+}
+typedef host::Boxes TensorMap;
+inline void copy_box(void* shared, const TensorMap* map, int c, int w, int h, int d, int n, Barrier* barrier) {
+    host::copy_box(shared, *map, {{c, w, h, d, n}}, barrier);
 }
 inline void store_bulk(void* global, const void* shared, unsigned bytes) { host::store_bulk(global, shared, bytes); }
 inline void store_bulk_commit() { host::store_bulk_commit(); }

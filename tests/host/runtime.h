@@ -33,7 +33,8 @@ void together(unsigned mask, void* mine, void (*act)(void* const* lanes, unsigne
 
 // ---- memory.cpp: who may read and write what
 
-enum Role { VALUE, INPUT, OUTPUT, ABSENT, OF_KERNEL_BEFORE };  // of a kernel's argument; the last is an input, too
+// Of a kernel's argument. OF_KERNEL_BEFORE is an input, too; BOXES are `Boxes` that hold an array's number among the arguments.
+enum Role { VALUE, INPUT, OUTPUT, ABSENT, OF_KERNEL_BEFORE, BOXES };
 
 struct Argument {
     char name[16];
@@ -74,6 +75,16 @@ void barrier_init_done();
 void barrier_arrive(const void* barrier, uint32_t bytes);  // and announces so many bytes
 void barrier_wait(const void* barrier, unsigned parity);
 void copy_bulk(void* shared, const void* global, uint32_t bytes, const void* barrier);
+// What a TensorMap says of an array of 16-bit elements, with axes channels, W, H, D, N: strides count bytes, and every `steps`-th
+// element of a box is copied.
+struct Boxes {
+    uint64_t address;
+    int64_t extents[5], strides[5], box[5], steps[5];
+};
+struct BoxStart {
+    int64_t at[5];
+};
+void copy_box(void* shared, const Boxes& boxes, const BoxStart& start, const void* barrier);
 void store_bulk(void* global, const void* shared, uint32_t bytes);
 void store_bulk_commit();
 void store_bulk_wait();

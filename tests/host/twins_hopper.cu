@@ -27,6 +27,25 @@ MULTIPLY(multiply_bf16_64, 64, wgmma_bf16)
 MULTIPLY(transposed_f16_24, 24, wgmma_f16_transposed)
 MULTIPLY(transposed_bf16_128, 128, wgmma_bf16_transposed)
 
+// The same of swizzled rows, 64 of A or columns of B each: starts, from run to run and from group to group, in bytes.
+extern "C" __global__ void swizzled_bf16_136(const uint4* image, int pieces, int a_start, int a_run, int a_group, int b_start, int b_run,
+                                             int b_group, const float* c, float* d) {
+    constexpr int columns = 136;
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    for (int i = threadIdx.x; i < pieces; i += 128) reinterpret_cast<uint4*>(shared_bytes)[i] = image[i];
+    publish_shared_writes();
+    __syncthreads();
+    const int first = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * columns + threadIdx.x % 4 * 2;
+    float sum[columns / 2];
+    for (int i = 0; i < columns / 2; ++i) sum[i] = c[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2];
+    wgmma_fence();
+    wgmma_bf16_transposed<columns>(sum, describe_swizzled(shared_bytes, a_run, a_group) + a_start / 16,
+                                   describe_swizzled(shared_bytes + b_start, b_run, b_group), true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2] = sum[i];
+}
+
 // The same with A in registers: `a` has a thread's four words one after the other.
 #define MULTIPLY_REGISTERS(name, columns, function)                                                                     \
     extern "C" __global__ void name(const uint4* image, int pieces, const uint4* a, int b_start, int b_piece, int b_group,   \

@@ -91,15 +91,22 @@ Issuer issuers[MAX_THREADS];
 
 // ---- operands ------------------------------------------------------------------------------------------------------
 
+constexpr uint64_t SWIZZLED = 1ull << 62;  // rows of 128 bytes, whose pieces are stored where bits of the address say
+
 // The 16 bytes of a row (of A, or column of B) and a piece of K. Transposed, those of the group of eight rows that `row` is of,
 // at place row % 8 of the eight along K that `piece` counts: of all rows and pieces, the addresses are the same.
 uint32_t address_of(uint64_t descriptor, int row, int piece) {
     const auto field = [=](int shift) { return (uint32_t)(descriptor >> shift & 0x3fff) << 4; };
+    if (descriptor & SWIZZLED) {
+        const uint32_t place = field(0) + (uint32_t)(row / 64) * field(16) + (uint32_t)piece * field(32) + (uint32_t)(row % 8) * 128;
+        return place + ((uint32_t)row / 8 % 8 ^ (place >> 7 & 7)) * 16;
+    }
     return field(0) + (uint32_t)piece * field(16) + (uint32_t)(row / 8) * field(32) + (uint32_t)(row % 8) * 16;
 }
 
-void check_operand(uint64_t descriptor, int rows, unsigned warpgroup, int32_t epoch) {
-    if (descriptor & ~0x00003fff3fff3fffull) {
+void check_operand(uint64_t descriptor, int rows, bool transposed, unsigned warpgroup, int32_t epoch) {
+    if (descriptor & SWIZZLED && (!transposed || descriptor & 7)) fail("swizzled rows of an operand that is not transposed, or misaligned");
+    if (descriptor & ~(SWIZZLED | 0x00003fff3fff3fffull)) {
         fail("a descriptor with other bits than describe() sets: %016llx", (unsigned long long)descriptor);
     }
     for (int row = 0; row < rows; ++row)
@@ -232,8 +239,8 @@ Operation& issue(const Operation& operation) {
         // Nobody may write to the operands until the wait has brought the epoch.
         const int32_t epoch = group.first_epoch + (int32_t)me.groups + 1;
         epochs[TENSOR_CORES + number] = epoch;
-        if (!operation.of_registers) check_operand(operation.a, ROWS, number, epoch);
-        check_operand(operation.b, operation.columns, number, epoch);
+        if (!operation.of_registers) check_operand(operation.a, ROWS, operation.transposed, number, epoch);
+        check_operand(operation.b, operation.columns, operation.transposed, number, epoch);
         group.operations.push_back(operation);
         group.chains[operation.chain].end = group.operations.size();
     } else if (!(group.operations[me.operations] == operation)) {
