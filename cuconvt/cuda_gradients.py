@@ -12,10 +12,11 @@ from cuconvt.checks import dtype_name
 from cuconvt.cuda import Launch, choose_plan, device_properties, load, prepare
 from cuconvt.geometry import Geometry
 from cuconvt.launch import can_start_early
-from cuconvt.plan import Device, Layout, Plan, problem_struct
+from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
 from cuconvt.plan_correlate import make_correlate_plan
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_THREADS, make_weight_gradient_plan, sum_blocks
+from cuconvt.plan_weight_gradient_tma import TURN_THREADS
 
 
 def correlate(y: Any, weight: Any, bias: Any, geometry: Geometry, precision: str | None, out: Any) -> Launch:
@@ -58,12 +59,22 @@ class WeightGradientLaunch(NamedTuple):
     kernel: Any  # cuconvt.launch.BoundKernel, as is `add`
     add: Any  # the kernel that adds the partial sums, or None
     workspace_bytes: int
+    turn: Any = None  # the kernel that makes channels-last copies of arrays, or None
+    turned: tuple[int, ...] = ()  # where those of x and y are in the workspace, or -1
+    maps: bool = False  # whether the kernel takes x and y as tensor maps
 
     def __call__(self, x: Any, y: Any, out: Any, stream: Any = None, allocate: Any = alloc) -> None:
         """Queue the kernels, on CuPy's current stream unless told; of the arrays, only the addresses are passed."""
         stream = get_current_stream() if stream is None else stream
-        parts = None if self.add is None else allocate(self.workspace_bytes)
-        self.kernel(stream, x, y, parts, out)
+        parts: Any = allocate(self.workspace_bytes) if self.workspace_bytes else None
+        if self.turn is not None:
+            turned_x, turned_y = (None if place < 0 else parts + place for place in self.turned)
+            self.turn(stream, x, y, turned_x, turned_y)
+            x, y = x if turned_x is None else turned_x, y if turned_y is None else turned_y
+        if self.maps:
+            self.kernel(stream, x, y, parts)  # the other kernel writes the result
+        else:
+            self.kernel(stream, x, y, parts, out)
         if self.add is not None:
             self.add(stream, parts, out)
 
@@ -79,17 +90,36 @@ def _prepare_weight_gradient(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device_id: int
 ) -> WeightGradientLaunch:
     device = device_properties(device_id)
-    plan = make_weight_gradient_plan(geometry, dtype, layout, precision, device)
+    return prepare_weight_gradient(make_weight_gradient_plan(geometry, dtype, layout, precision, device), dtype, device)
+
+
+def prepare_weight_gradient(plan: Plan, dtype: str, device: Device) -> WeightGradientLaunch:
+    """Compile a plan, or load it from the cache."""
     problem = problem_struct(plan)
-    add = None
+    add = turn = None
+    early = can_start_early(device.compute_capability)
     if plan.sums:
-        early = can_start_early(device.compute_capability)
         add = load(plan, f"{plan.kernel}_add", device).bind(
             sum_blocks(plan, dtype), SUM_THREADS, 0, problem, pointers=2, early=early
         )
+    if plan.turn_blocks:
+        turn = load(plan, f"{plan.kernel}_turn", device).bind(
+            plan.turn_blocks, TURN_THREADS, 0, struct_of(plan.turns), pointers=4
+        )
     kernel = load(plan, plan.kernel, device)
     return WeightGradientLaunch(
-        kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4),
+        kernel=kernel.bind(
+            plan.grid,
+            plan.block,
+            plan.shared_bytes,
+            problem,
+            pointers=3 if plan.maps else 4,
+            early=early and turn is not None,
+            maps=plan.maps,
+        ),
         add=add,
         workspace_bytes=plan.workspace_bytes,
+        turn=turn,
+        turned=plan.turned,
+        maps=bool(plan.maps),
     )

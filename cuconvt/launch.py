@@ -7,12 +7,15 @@ import functools
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy import ndarray
 from cupy_backends.cuda.api.driver import check_status, launchKernel
+
+from cuconvt.tensor_map import CHANNELS, TensorMap
 
 EARLY = 6, 1  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and its value: allowed
 EARLY_DRIVER = 12030  # from which on CUDA graphs hold such launches
@@ -42,25 +45,36 @@ class Kernel:
         self._raw.max_dynamic_shared_size_bytes = count
 
     def bind(
-        self, grid: int, block: int, shared_bytes: int, last: np.ndarray, pointers: int, early: bool = False
+        self,
+        grid: int,
+        block: int,
+        shared_bytes: int,
+        last: np.ndarray,
+        pointers: int,
+        early: bool = False,
+        maps: tuple[TensorMap, ...] = (),
     ) -> BoundKernel:
         """Return the kernel with everything but its first arguments, of which there are `pointers`; `last` follows.
 
         With `early`, it starts before the kernel before it has ended, for which it waits itself
-        (``wait_for_kernel_before``): where `can_start_early` says so.
+        (``wait_for_kernel_before``): where `can_start_early` says so. For the first ones of its arguments, whose `maps`
+        are given, the kernel takes what the driver makes of map and address.
         """
         kind = EarlyKernel if early else BoundKernel
-        return kind(self, (self._function, grid, 1, 1, block, 1, 1, shared_bytes), last, pointers)
+        return kind(self, (self._function, grid, 1, 1, block, 1, 1, shared_bytes), last, pointers, maps)
 
 
 class BoundKernel:
     """A kernel that waits for a stream and for addresses."""
 
-    def __init__(self, kernel: Kernel, start: tuple[int, ...], last: np.ndarray, pointers: int):
+    def __init__(
+        self, kernel: Kernel, start: tuple[int, ...], last: np.ndarray, pointers: int, maps: tuple[TensorMap, ...] = ()
+    ):
         self._kernel = kernel  # it keeps the module
         self._start = start
         self._last = ctypes.create_string_buffer(last.tobytes(), last.nbytes)
-        self._arguments = _Arguments(pointers, ctypes.addressof(self._last))
+        address = ctypes.addressof(self._last)
+        self._arguments = _MappedArguments(maps, pointers, address) if maps else _Arguments(pointers, address)
 
     def __call__(self, stream: Any, *pointers: Any) -> None:
         """Queue the kernel.
@@ -80,8 +94,10 @@ class BoundKernel:
 class EarlyKernel(BoundKernel):
     """The same, launched early (programmatic dependent launch): what a launch takes passes while the last one ends."""
 
-    def __init__(self, kernel: Kernel, start: tuple[int, ...], last: np.ndarray, pointers: int):
-        super().__init__(kernel, start, last, pointers)
+    def __init__(
+        self, kernel: Kernel, start: tuple[int, ...], last: np.ndarray, pointers: int, maps: tuple[TensorMap, ...] = ()
+    ):
+        super().__init__(kernel, start, last, pointers, maps)
         self._configuration = _Configuration(start[1:])
         self._function = ctypes.c_void_p(start[0])
         self._launch = _driver().cuLaunchKernelEx
@@ -155,3 +171,58 @@ class _Arguments(threading.local):
         self.reference = ctypes.c_void_p(self.address)
         words[:first] = [*(self.address + 8 * (first + i) for i in range(pointers)), last]
         self.fill = functools.partial(struct.Struct(f"{pointers}Q").pack_into, words, 8 * first)
+
+
+class _MappedArguments(threading.local):
+    """The same where the first arguments are tensor maps, which hold addresses; made anew where one differs."""
+
+    def __init__(self, maps: tuple[TensorMap, ...], pointers: int, last: int):
+        count = len(maps)
+        # What each argument is, then the pointers, then maps, which have to be aligned.
+        words = (ctypes.c_uint64 * (pointers + 1 + pointers + (count + 1) * MAP_BYTES // 8))()
+        self.address = ctypes.addressof(words)
+        self.reference = ctypes.c_void_p(self.address)
+        first = self.address + 8 * (pointers + 1)
+        places = [-(-(first + 8 * pointers) // MAP_BYTES) * MAP_BYTES + MAP_BYTES * i for i in range(count)]
+        words[: pointers + 1] = [*places, *(first + 8 * i for i in range(count, pointers)), last]
+        self._words = words
+        self._encoders = [_encoder(*of_one) for of_one in zip(maps, places, strict=True)]
+        self._mapped: list[int] = [0] * count
+        self._fill = functools.partial(
+            struct.Struct(f"{pointers - count}Q").pack_into, words, first + 8 * count - self.address
+        )
+
+    def fill(self, *pointers: int) -> None:
+        """Write the pointers, and the maps of those that need one."""
+        mapped = self._mapped
+        for i, encode in enumerate(self._encoders):
+            if mapped[i] != pointers[i]:
+                encode(pointers[i])
+                mapped[i] = pointers[i]
+        self._fill(*pointers[len(mapped) :])
+
+
+MAP_BYTES = 128  # of a CUtensorMap, which is aligned to 64
+
+
+def _encoder(tensor_map: TensorMap, place: int) -> Callable[[int], None]:
+    """Return a function that writes a map of an array at some address to a place."""
+    types = {"float16": 6, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_...
+    no_interleave, swizzle_128, promote_128, zeros = 0, 3, 2, 0
+    rank = len(tensor_map.extents)
+    arrays = (
+        (ctypes.c_uint64 * rank)(*tensor_map.extents),
+        (ctypes.c_uint64 * (rank - 1))(*tensor_map.strides),
+        (ctypes.c_uint32 * rank)(CHANNELS, *tensor_map.spans, 1),
+        (ctypes.c_uint32 * rank)(1, *tensor_map.steps, 1),
+    )
+    references = tuple(ctypes.c_void_p(ctypes.addressof(array)) for array in arrays)
+    to, options = ctypes.c_void_p(place), (no_interleave, swizzle_128, promote_128, zeros)
+    function = _driver().cuTensorMapEncodeTiled
+
+    def encode(address: int, arrays: Any = arrays) -> None:
+        status = function(to, types[tensor_map.dtype], rank, ctypes.c_void_p(address), *references, *options)
+        if status:
+            check_status(status)
+
+    return encode

@@ -16,6 +16,7 @@ import numpy as np
 
 from cuconvt.arrays import address
 from cuconvt.geometry import Geometry
+from cuconvt.tensor_map import TensorMap
 
 Ints = tuple[int, ...]
 AXES = "DHW"
@@ -114,6 +115,12 @@ class Plan:
         kernel writes the result itself.
     sums_a_block : int
         How many of them a block makes; 0 where that follows from the number of parts.
+    maps : tuple of TensorMap
+        Of the arrays that the kernel reads by copies of boxes, its first ones.
+    turns, turn_blocks : tuple of int, int
+        The parameters of ``<kernel>_turn``, which makes channels-last copies of arrays, and its blocks; 0 without one.
+    turned : tuple of int
+        Where the copies of x and y are in the workspace, behind the sums; -1 for one that is read as it is.
     tile : object
         The family's tile, from which its ``plan_<kernel>`` makes the same plan again.
     tuned : bool
@@ -134,6 +141,10 @@ class Plan:
     workspace_bytes: int = 0
     sums: int = 0
     sums_a_block: int = 0
+    maps: tuple[TensorMap, ...] = ()
+    turns: Ints = ()
+    turn_blocks: int = 0
+    turned: Ints = ()
     tile: Any = field(default=None, compare=False)
     tuned: bool = field(default=False, compare=False)
     refused: tuple[str, ...] = field(default=(), compare=False)
@@ -146,7 +157,8 @@ class Plan:
     def __str__(self) -> str:
         defines = " ".join(f"{name}={value}" for name, value in self.defines)
         packed = f", repacked weights {4 * self.packed_words} B" if self.packed_words else ""
-        parts = f", partial sums {self.workspace_bytes} B" if self.workspace_bytes else ""
+        holds = "turned arrays" if self.turned else "partial sums"
+        parts = f", {holds} {self.workspace_bytes} B" if self.workspace_bytes else ""
         lines = [
             f"{self.name}: grid {self.grid}, block {self.block}, shared {self.shared_bytes} B{packed}{parts}, {defines}"
         ]
@@ -330,4 +342,9 @@ def magic(divisor: int) -> int:
 
 def problem_struct(plan: Plan) -> np.ndarray:
     """Return the plan's run-time parameters as one value, which a kernel takes as its ``Problem``."""
-    return np.array(plan.problem, np.int64).view(f"V{8 * len(plan.problem)}")
+    return struct_of(plan.problem)
+
+
+def struct_of(numbers: Ints) -> np.ndarray:
+    """Return 64-bit numbers as one value."""
+    return np.array(numbers, np.int64).view(f"V{8 * len(numbers)}")

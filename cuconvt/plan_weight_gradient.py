@@ -88,11 +88,11 @@ def make_weight_gradient_plan(
     from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
     from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
     from cuconvt.plan_weight_gradient_narrow import plan_weight_gradient_narrow
-    from cuconvt.plan_weight_gradient_planes import plan_weight_gradient_planes
+    from cuconvt.plan_weight_gradient_tma import plan_weight_gradient_tma
     from cuconvt.plan_weight_gradient_wgmma import plan_weight_gradient_wgmma
 
     families = (
-        plan_weight_gradient_planes,
+        plan_weight_gradient_tma,
         plan_weight_gradient_wgmma,
         plan_weight_gradient_gemm,
         plan_weight_gradient_narrow,

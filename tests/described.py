@@ -28,7 +28,7 @@ HOPPER = (
     "correlate_wgmma",
     "disjoint",
     "phase_wgmma",
-    "weight_gradient_planes",
+    "weight_gradient_tma",
     "weight_gradient_wgmma",
 )
 

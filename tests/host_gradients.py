@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,16 +15,19 @@ import pytest
 from described import DEVICES, channels_last, contiguous, geometry_of
 from host.backend import PACK_BLOCK, plan_family
 from host.build import kernel_sources, program
-from host.execute import ABSENT, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
+from host.execute import ABSENT, BOXES, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
 from hypothesis import given, seed, settings
 from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case, problems
 
 from cuconvt import cpu
 from cuconvt import plan_correlate_narrow as narrow
+from cuconvt import plan_weight_gradient_tma as tma
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Layout, Plan, problem_struct
+from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_THREADS, sum_blocks
+from cuconvt.plan_weight_gradient_tma import TURN_THREADS
+from cuconvt.tensor_map import CHANNELS, TensorMap
 
 
 class HostGradients:
@@ -73,17 +78,43 @@ class HostGradients:
 
     def weight_gradient(self, x: Any, y: Any, geometry: Geometry, out: Any) -> None:
         plan = self._plan(geometry, x.dtype.name, Layout.of(x, out, None, y))
-        inputs = [Argument.array("x", INPUT, x), Argument.array("y", INPUT, y)]
+        inputs = self._turned(plan, Argument.array("x", INPUT, x), Argument.array("y", INPUT, y))
+        # Kernels that take maps of arrays find these behind all arguments.
+        maps = [boxes_of(of_one, 4 + i, "xy"[i]) for i, of_one in enumerate(plan.maps)]
+        first, behind = (maps, inputs) if maps else (inputs, [])
         result = Argument.array("out", OUTPUT, out)
         if not plan.sums:
-            arrays = [*inputs, Argument("parts", ABSENT), result]
-            self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays)
+            arrays = [*first, Argument("parts", ABSENT), result]
+            self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, behind)
             return
-        parts = np.empty(plan.workspace_bytes, np.uint8).view(np.float64 if x.dtype == np.float64 else np.float32)
-        arrays = [*inputs, Argument.array("parts", OUTPUT, parts), Argument("out", ABSENT)]
-        self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays)
+        size = min(place for place in (plan.workspace_bytes, *plan.turned) if place >= 0)
+        parts = np.empty(size, np.uint8).view(np.float64 if x.dtype == np.float64 else np.float32)
+        arrays = [*first, written_slots(plan, Argument.array("parts", OUTPUT, parts))]
+        arrays += [] if plan.maps else [Argument("out", ABSENT)]
+        self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, behind)
         arrays = [Argument.array("parts", OF_KERNEL_BEFORE, parts), result]
         self._launch(plan, f"{plan.kernel}_add", sum_blocks(plan, x.dtype.name), SUM_THREADS, 0, arrays)
+
+    def _turned(self, plan: Plan, x: Argument, y: Argument) -> list[Argument]:
+        """Return x and y, or channels-last copies where the plan has them made."""
+        if not plan.turn_blocks:
+            return [x, y]
+        copies = [
+            np.zeros(max(e * s for e, s in zip(of_one.extents[1:], of_one.strides, strict=True)) // 2, np.uint16)
+            if place >= 0
+            else None
+            for place, of_one in zip(plan.turned, plan.maps, strict=True)
+        ]
+        results = [
+            Argument(name, ABSENT) if copy is None else Argument.array(name, OUTPUT, copy)
+            for name, copy in zip("xy", copies, strict=True)
+        ]
+        turns = Argument("turns", VALUE, struct_of(plan.turns).tobytes())
+        self._launch(plan, f"{plan.kernel}_turn", plan.turn_blocks, TURN_THREADS, 0, [x, y, *results], (), turns)
+        return [
+            array if copy is None else Argument.array(array.name, OF_KERNEL_BEFORE, copy)
+            for array, copy in zip((x, y), copies, strict=True)
+        ]
 
     def _plan(self, geometry: Geometry, dtype: str, layout: Layout) -> Plan:
         if self.is_turned:
@@ -92,17 +123,57 @@ class HostGradients:
             geometry, layout = adjoint
         return self.plan(self.family, geometry, dtype, layout, self.precision, self.device)
 
-    def _launch(self, plan: Plan, entry: str, grid: int, block: int, shared_bytes: int, arrays: list[Argument]) -> None:
+    def _launch(
+        self,
+        plan: Plan,
+        entry: str,
+        grid: int,
+        block: int,
+        shared_bytes: int,
+        arrays: list[Argument],
+        behind: Sequence[Argument] = (),
+        last: Argument | None = None,
+    ) -> None:
         defines = tuple({**dict(plan.defines), **self.defines}.items())
         if (entry, defines) not in self.programs:
             path = program(self.sources, f"{self.family}.cu", entry, defines)
             self.programs[entry, defines] = Program(path)
-        problem = Argument("problem", VALUE, problem_struct(plan).tobytes())
-        self.programs[entry, defines].launch(grid, block, shared_bytes, [*arrays, problem])
+        last = last or Argument("problem", VALUE, problem_struct(plan).tobytes())
+        self.programs[entry, defines].launch(grid, block, shared_bytes, [*arrays, last, *behind])
 
     def close(self) -> None:
         for running in self.programs.values():
             running.close()
+
+
+def written_slots(plan: Plan, parts: Argument) -> Argument:
+    """Leave out the slots for parts that no block has, where a tile's boxes and a block's end at the same one."""
+    if not plan.maps:
+        return parts
+    share = share_of(plan)
+    elements = np.zeros((share.slots, 4 * plan.tile.values), np.uint8)
+    elements[: share.whole * share.tiles] = 1
+    for block in range(share.blocks - share.whole * share.tiles):
+        first = block * share.of_block
+        last = min(first + share.of_block, share.rest * share.tiles) - 1
+        for tile in range(first // share.rest, last // share.rest + 1):
+            elements[share.whole * share.tiles + block + tile] = 1
+    return dataclasses.replace(parts, elements=elements.tobytes())
+
+
+def share_of(plan: Plan) -> tma.Share:
+    """Return how blocks share the boxes of a plan of weight_gradient_tma."""
+    defines, (n, groups, c_in, c_out, *_) = dict(plan.defines), plan.problem
+    kernel, ones = tuple(defines[f"KERNEL_{axis}"] for axis in "DHW"), (1, 1, 1)
+    tiles = tma.Work(tma.Shape(3, kernel, ones, ones, groups, c_in, c_out, False, False)).tiles_of_weights(plan.tile)
+    return tma.Share(tiles, n * prod(plan.problem[31:34]), plan.problem[48])
+
+
+def boxes_of(tensor_map: TensorMap, array: int, name: str) -> Argument:
+    """Return what the host takes in place of a tensor map, of the array that is this one of the arguments."""
+    m = tensor_map
+    numbers = (array, *m.extents, 2, *m.strides, CHANNELS, *m.spans, 1, 1, *m.steps, 1)
+    return Argument(f"map of {name}", BOXES, struct.pack("21q", *numbers))
 
 
 @contextmanager

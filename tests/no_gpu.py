@@ -63,7 +63,13 @@ class Backend:
 
     def load_kernel(self, source: str, entry: str, arch: str, defines: Any) -> Any:
         def bind(
-            grid: int, block: int, shared_bytes: int, problem: np.ndarray, pointers: int, early: bool = False
+            grid: int,
+            block: int,
+            shared_bytes: int,
+            problem: np.ndarray,
+            pointers: int,
+            early: bool = False,
+            maps: Any = (),
         ) -> Any:
             def launch(stream: Any, *arguments: Any) -> None:
                 assert len(arguments) == pointers

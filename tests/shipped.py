@@ -34,7 +34,7 @@ CHANNELS = {
     "weight_gradient_few_channels": ((1, 1), (1, 3), (2, 9), (9, 1)),
     "weight_gradient_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
     "weight_gradient_narrow": ((8, 8), (3, 5), (1, 1), (16, 8)),
-    "weight_gradient_planes": ((8, 8), (32, 64), (48, 48), (64, 64), (256, 128)),
+    "weight_gradient_tma": ((8, 8), (32, 64), (48, 48), (64, 64), (256, 128)),
     "weight_gradient_wgmma": ((8, 8), (32, 16), (48, 48), (64, 64), (256, 128)),
 }
 GROUPS = {

@@ -277,8 +277,8 @@ def test_special_values_of_disjoint(cupy: Any, by_disjoint: None, name: str, pre
     special_values_land_where_the_definition_puts_them(DISJOINT[name], precision)
 
 
-# Wide layers in 16 bits: rows aligned for loads of several elements or not, pieces of channels, ragged channels.
-PLANES = {
+# Wide layers in 16 bits: arrays that are turned, by eights or single positions, and read as they are; ragged channels.
+WIDE = {
     "wide": case((2, 128, 8, 16, 32), 96, 3, padding=1),
     "strided": case((4, 136, 9, 20, 24), 64, 4, stride=2, padding=1),
     "odd": case((2, 33, 7, 19, 21), 41, 3, stride=2, padding=1, dilation=2),
@@ -292,23 +292,25 @@ PLANES = {
     "y_last": case((2, 128, 15, 40), 64, 4, stride=2, padding=1, groups=2, out_layout="channels_last"),
     "odd_channels_last": case((2, 33, 15, 40), 65, 3, padding=1, x_layout="channels_last", out_layout="channels_last"),
     "many_taps": case((2, 64, 24, 64), 64, 11, padding=5),
+    "narrow_groups": case((2, 24, 9, 40), 72, 3, padding=1, groups=3),
+    "narrow_groups_last": case((3, 80, 17, 9), 48, 2, groups=2, x_layout="channels_last", out_layout="channels_last"),
 }
 
 
 @pytest.fixture
-def by_planes() -> Iterator[None]:
+def by_tma() -> Iterator[None]:
     from cuconvt import cuda_gradients
-    from cuconvt.plan_weight_gradient_planes import plan_weight_gradient_planes
+    from cuconvt.plan_weight_gradient_tma import plan_weight_gradient_tma
 
     memo = cuda_gradients._prepare_weight_gradient
-    with planned_by(plan_weight_gradient_planes, cuda_gradients, "make_weight_gradient_plan", memo):
+    with planned_by(plan_weight_gradient_tma, cuda_gradients, "make_weight_gradient_plan", memo):
         yield
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", PLANES)
-def test_wide_weight_gradients(cupy: Any, by_planes: None, name: str, dtype: str) -> None:
-    check("weight", PLANES[name], dtype, cupy)
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_weight_gradients(cupy: Any, by_tma: None, name: str, dtype: str) -> None:
+    check("weight", WIDE[name], dtype, cupy)
 
 
 # Run by the kernels of transposed convolutions, but for the last, whose padding exceeds what the taps reach.

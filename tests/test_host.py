@@ -354,7 +354,7 @@ def test_every_family_is_reached() -> None:
         "correlate_rows",
         "correlate_wgmma",
         "weight_gradient_narrow",
-        "weight_gradient_planes",
+        "weight_gradient_tma",
         "weight_gradient_wgmma",
         *without_twin(),
     }

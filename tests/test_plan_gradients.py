@@ -32,7 +32,6 @@ from cuconvt.plan_weight_gradient import (
 )
 from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
 from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
-from cuconvt.plan_weight_gradient_planes import plan_weight_gradient_planes
 from cuconvt.plan_weight_gradient_wgmma import plan_weight_gradient_wgmma
 
 MAKE = {"correlate": make_correlate_plan, "weight_gradient": make_weight_gradient_plan}
@@ -46,7 +45,6 @@ FAMILIES = (
     plan_weight_gradient,
     plan_weight_gradient_few_channels,
     plan_weight_gradient_gemm,
-    plan_weight_gradient_planes,
     plan_weight_gradient_wgmma,
 )
 AT = [name for name, length in struct_fields() for _ in range(length)]

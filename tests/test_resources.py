@@ -25,7 +25,6 @@ from cuconvt.plan import Plan
 from cuconvt.plan_correlate_narrow import plan_correlate_narrow
 from cuconvt.plan_narrow_groups import plan_narrow_groups
 from cuconvt.plan_weight_gradient import make_weight_gradient_plan
-from cuconvt.plan_weight_gradient_planes import plan_weight_gradient_planes
 
 nvrtc = pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed").cuda.nvrtc
 
@@ -199,11 +198,10 @@ def test_narrow_correlations_of_two_eights_do_not_spill(arch: int) -> None:
 def test_weight_gradients_of_huge_arrays_do_not_spill(problem: Problem, dtype: str) -> None:
     geometry = geometry_of(problem)
     precision = "tf32" if dtype == "float32" else None
-    for make in (wgmma.plan_weight_gradient_wgmma, plan_weight_gradient_planes)[: 2 if dtype == "float16" else 1]:
-        plan = make(geometry, dtype, layout_of(geometry), precision, DEVICES[90])
-        assert isinstance(plan, Plan)
-        assert dict(plan.defines)["INDEX64"]
-        assert_sound(plan, 90)
+    plan = wgmma.plan_weight_gradient_wgmma(geometry, dtype, layout_of(geometry), precision, DEVICES[90])
+    assert isinstance(plan, Plan)
+    assert dict(plan.defines)["INDEX64"]
+    assert_sound(plan, 90)
 
 
 # ptxas refuses a product whose sums leave a thread too few of the registers that it starts with.

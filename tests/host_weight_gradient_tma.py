@@ -1,4 +1,4 @@
-"""Cases of weight_gradient_planes for the host, each of one program, with tiles drawn from the planner's."""
+"""Cases of weight_gradient_tma for the host, each of one program, with tiles drawn from the planner's."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import functools
 import random
 from typing import Any
 
-import pytest
 from described import channels_last, contiguous, geometry_of
 from host_gradients import specialisation, weight_gradients_on_host
 from strategies import SIDES, Ints, Problem, Specialisation, case
 
-from cuconvt import plan as planning
-from cuconvt import plan_weight_gradient_planes as planes
+from cuconvt import plan_weight_gradient_tma as tma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan
 
@@ -21,9 +19,8 @@ SHARED_BYTES = 227 * 1024
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
 RAGGED = {1: (133,), 2: (5, 19), 3: (3, 3, 9)}
 WHOLE_PIECES = {1: (64,), 2: (3, 16), 3: (2, 2, 16)}  # rows of x, and with some strides of y, that 16 bytes divide
-WORDS = {1: (66,), 2: (3, 18), 3: (2, 3, 10)}  # rows that 4 bytes divide
 ONE_RUN = {1: (8,), 2: (4, 8), 3: (1, 3, 8)}
-MAX_PRODUCTS = 60  # of two runs: a wgmma takes the host long
+MAX_PRODUCTS = 60  # of a step: a wgmma takes the host long
 DRAWS = range(12)
 
 
@@ -34,14 +31,10 @@ class Case:
     spec: Specialisation
     dtype: str
     device: Device
-    tile: planes.Tile
-    index64: bool = False
+    tile: tma.Tile
 
     def plan(self, geometry: Geometry, dtype: str, layout: Layout) -> Plan:
-        with pytest.MonkeyPatch.context() as patch:
-            if self.index64:
-                patch.setattr(planning, "INDEX_LIMIT", 0)
-            plan = planes.plan_weight_gradient_planes(geometry, dtype, layout, None, self.device, self.tile)
+        plan = tma.plan_weight_gradient_tma(geometry, dtype, layout, None, self.device, self.tile)
         assert isinstance(plan, Plan), plan
         return plan
 
@@ -49,8 +42,9 @@ class Case:
         geometry = geometry_of(problem)
         return self.plan(geometry, self.dtype, layout_for(problem))
 
-    def problem(self, extent: Ints, groups: int = 2, **fields: Any) -> Problem:
+    def problem(self, extent: Ints, **fields: Any) -> Problem:
         spec = self.spec
+        groups = 1 if spec.c_in_per_group % 8 or spec.c_out_per_group % 8 else 2
         shape, channels = (2, groups * spec.c_in_per_group, *extent), groups * spec.c_out_per_group
         layouts = {"x_layout": spec.x_layouts[0], "out_layout": spec.out_layouts[0]}
         padding = tuple(min(1, d * (k - 1) // 2) for k, d in zip(spec.kernel, spec.dilation, strict=True))
@@ -59,7 +53,7 @@ class Case:
 
     def fixed_problems(self) -> list[Problem]:
         rank = len(self.spec.kernel)
-        found = [self.problem(extents[rank]) for extents in (RAGGED, WHOLE_PIECES, WORDS, ONE_RUN)]
+        found = [self.problem(extents[rank]) for extents in (RAGGED, WHOLE_PIECES, ONE_RUN)]
         # As much padding behind as makes rows of y whole pieces, where a stride leaves others.
         more = tuple(-extent % 8 if i == rank - 1 else 0 for i, extent in enumerate(found[1].out_shape[2:]))
         if more[-1] < self.spec.stride[-1]:
@@ -92,10 +86,10 @@ def cases() -> dict[str, Case]:
             kernel = tuple(choose.randint(1, LARGEST_KERNEL[rank]) + (axis == rank - 1) for axis in range(rank))
             stride = tuple(choose.choice((1, 1, 2, 2, 3)) for _ in range(rank))
             dilation = tuple(choose.choice((1, 1, 2)) for _ in range(rank))
-            # Pieces need multiples of eight channels; others are staged one element at a time, whatever the layout.
+            # Copies need multiples of eight channels; others are turned first, whatever the layout.
             eights = index % 5 != 4
             channels = (
-                choose.choice((8, 40, 72) if eights or not last[0] else (17,)),
+                choose.choice((8, 40, 136) if eights or not last[0] else (17,)),
                 choose.choice((16, 24, 72) if eights or not last[1] else (5, 41)),
             )
             if not any(last) and index % 2:
@@ -104,18 +98,24 @@ def cases() -> dict[str, Case]:
             tile = draw_tile(choose, spec)
         device = Device(90, choose.choice((1, 3, 64)), SHARED_BYTES)  # on few multiprocessors a block has several boxes
         sides = "".join("xy"[i] for i in range(2) if last[i]) or "rows"
-        found[f"{index}-{dtype}-{rank}d-{sides}"] = Case(spec, dtype, device, tile, index % 5 == 3)
+        found[f"{index}-{dtype}-{rank}d-{sides}"] = Case(spec, dtype, device, tile)
     spec = specialisation((3, 3), (2, 1), (1, 1), (8, 24), (False, False))
-    tile = planes.Tile(2, 2, 0, 1, 1, (1, 3, 3), (1, 1, 1))
-    found["idle-units"] = Case(spec, "bfloat16", Device(90, 1, SHARED_BYTES), tile)
+    found["idle-units"] = Case(
+        spec, "bfloat16", Device(90, 1, SHARED_BYTES), tma.Tile(2, 0, 1, 1, (1, 1, 3), (1, 2, 1))
+    )
+    spec = specialisation((2, 3), (1, 1), (1, 1), (136, 40), (True, True))
+    found["three-workers"] = Case(
+        spec, "float16", Device(90, 2, SHARED_BYTES), tma.Tile(3, 0, 1, 17, (1, 1, 3), (1, 1, 1))
+    )
     # More taps than a block of the second pass adds in the order of the weights.
     spec = specialisation((9, 9), (2, 1), (1, 1), (24, 8), (False, False))
-    tile = planes.Tile(2, 2, 1, 1, 1, (1, 1, 9), (1, 1, 1))
-    found["idle-units-of-x"] = Case(spec, "bfloat16", Device(90, 64, SHARED_BYTES), tile)
+    found["many-taps-of-x"] = Case(
+        spec, "bfloat16", Device(90, 1, SHARED_BYTES), tma.Tile(2, 1, 1, 1, (1, 1, 9), (1, 2, 1))
+    )
     return found
 
 
-def work_of(spec: Specialisation) -> planes.Work:
+def work_of(spec: Specialisation) -> tma.Work:
     problem = case(
         (1, spec.c_in_per_group, *(9,) * len(spec.kernel)),
         spec.c_out_per_group,
@@ -125,20 +125,21 @@ def work_of(spec: Specialisation) -> planes.Work:
         x_layout=spec.x_layouts[0],
         out_layout=spec.out_layouts[0],
     )
-    return planes.Work(planes.Shape.of(geometry_of(problem), layout_for(problem), index64=True))
+    sides = tma.Sides.of(*tma._batch_as_depth(geometry_of(problem), layout_for(problem)))
+    return tma.Work(tma.Shape.of(sides.geometry, sides.turn_x is not None, sides.turn_y is not None))
 
 
-def draw_tile(choose: random.Random, spec: Specialisation) -> planes.Tile | None:
+def draw_tile(choose: random.Random, spec: Specialisation) -> tma.Tile | None:
     """Draw one of the tiles that a specialisation may use, however slow, that fits whatever the extents."""
     work, device = work_of(spec), Device(90, 132, SHARED_BYTES)
-    kinds: dict[Any, list[planes.Tile]] = {}
-    for tile in planes.tiles(work):
+    kinds: dict[Any, list[tma.Tile]] = {}
+    for tile in tma.tiles(work):
         if tile.units * tile.workers * work.tiles_of_weights(tile) <= MAX_PRODUCTS:
-            kinds.setdefault((tile.workers, tile.rows_of_x, max(tile.apart) > 1, tile.tiles_m), []).append(tile)
+            kinds.setdefault((tile.workers, tile.rows_of_x, tile.tiles_m), []).append(tile)
     if not kinds:
         return None
     tile = choose.choice(kinds[choose.choice(list(kinds))])
     return tile if work.typical_cost(tile, device) is not None else None
 
 
-on_host = functools.partial(weight_gradients_on_host, "weight_gradient_planes")
+on_host = functools.partial(weight_gradients_on_host, "weight_gradient_tma")

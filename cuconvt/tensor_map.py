@@ -1,0 +1,73 @@
+"""What bulk copies of boxes need to know of an array, but for its address; the driver makes a parameter of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Ints = tuple[int, ...]
+
+CHANNELS = 64  # of a box
+ITEMSIZE = 2
+MAX_BOX = 256  # elements along an axis, those between included
+MAX_STEP = 8
+MAX_STRIDE = 2**40  # bytes
+STRIDE_BYTES = 16  # what strides are multiples of
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A channels-last array of 16-bit elements and the boxes that are copied: 64 channels of some positions.
+
+    Attributes
+    ----------
+    dtype : str
+    extents : tuple of 5 int
+        Channels, W, H, D, N.
+    strides : tuple of 4 int
+        In bytes, without that of the channels.
+    box : tuple of 3 int
+        Elements along W, H, D that are copied.
+    steps : tuple of 3 int
+        How far these are apart.
+    """
+
+    dtype: str
+    extents: Ints
+    strides: Ints
+    box: Ints
+    steps: Ints
+
+    @classmethod
+    def of(cls, dtype: str, extents: Ints, strides: Ints, box: Ints, steps: Ints) -> TensorMap:
+        """Make a map of an array with extents and strides, in elements, of N, channels, D, H, W."""
+        n, channels, *spatial = extents
+        of_n, _, *of_axes = strides
+        found, least = [], -(-ITEMSIZE * channels // STRIDE_BYTES) * STRIDE_BYTES
+        for extent, stride in zip((*reversed(spatial), n), (*reversed(of_axes), of_n), strict=True):
+            # Nothing is read at a stride of one element; it gets the one that follows from those before.
+            found.append(ITEMSIZE * stride if extent > 1 else least)
+            least = found[-1] * extent
+        return cls(dtype, (channels, *reversed(spatial), n), tuple(found), tuple(reversed(box)), tuple(reversed(steps)))
+
+    @property
+    def spans(self) -> Ints:
+        """Elements along W, H, D from the first one of a box to the last one."""
+        return tuple((count - 1) * step + 1 for count, step in zip(self.box, self.steps, strict=True))
+
+
+def reads(strides: Ints, extents: Ints, aligned: bool) -> bool:
+    """Whether such copies read an array as it is: strides and extents, in elements, of N, channels, D, H, W."""
+    n, _, d, h, w = strides
+    others = [
+        ITEMSIZE * stride
+        for stride, extent in zip((w, h, d, n), (extents[4], extents[3], extents[2], extents[0]), strict=True)
+        if extent > 1
+    ]
+    # Each is a multiple of the one before, as the driver's manual has them.
+    steps = zip(others, (STRIDE_BYTES, *others), strict=False)
+    return (
+        aligned
+        and strides[1] == 1
+        and all(0 < stride < MAX_STRIDE for stride in others)
+        and not any(stride % least for stride, least in steps)
+    )

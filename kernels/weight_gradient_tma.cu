@@ -1,0 +1,616 @@
+// Weight gradient of wide layers on Hopper (sm_90a): float16 and bfloat16, boxes brought by bulk tensor copies.
+//
+//     out[ci, co, k] = sum over n, i of  x[n, ci, i] * y[n, co, i*stride + k*dilation - pad]
+// A matrix product with M and N = channels of x and y, in either order, and K = positions i of the whole batch; every tap has
+// sums of its own. A block owns a tile of weights and a share of the boxes of positions. It stages a box of x, and of y all
+// that its taps reach: those of a tile meet, along each axis, elements of y with one remainder modulo the stride, and copies
+// bring no others.
+//
+// Both are staged as rows of 128 bytes, 64 channels of one position, as copies store them. A wgmma takes such rows transposed,
+// eight positions one after the other and the next eight anywhere, and an operand may start at any row: a tap is an offset into
+// the staged y.
+//
+// One thread issues copies, workers multiply. Arrays that copies cannot read are turned before, by a kernel of its own.
+//
+// Compile-time: kernel, stride, dilation, dtype, tile. Run-time: N, extents, the box, padding, channels, how many boxes are
+// staged (plane) and how many a block takes (blocks). Where arrays are is the maps' business.
+#ifndef DTYPE
+#define DTYPE 0
+#endif
+#include "partial_sums.cuh"
+#include "pieces.cuh"
+
+#ifndef KERNEL_D
+#define KERNEL_D 3
+#define KERNEL_H 3
+#define KERNEL_W 3
+#endif
+#ifndef STRIDE_D
+#define STRIDE_D 1
+#define STRIDE_H 1
+#define STRIDE_W 1
+#endif
+#ifndef DILATION_D
+#define DILATION_D 1
+#define DILATION_H 1
+#define DILATION_W 1
+#endif
+#ifndef WORKERS  // warpgroups that multiply
+#define WORKERS 2
+#endif
+#ifndef ROWS_OF_X  // whether the rows of M are channels of x, and the columns those of y
+#define ROWS_OF_X 0
+#endif
+#ifndef TILES_M  // times 64 channels
+#define TILES_M 1
+#endif
+#ifndef TILES_N  // times 8 channels of the other array
+#define TILES_N 16
+#endif
+#ifndef TAPS_D  // of a tile along each axis, and how far its neighbours are apart
+#define TAPS_D 1
+#define TAPS_H 2
+#define TAPS_W 3
+#endif
+#ifndef APART_D
+#define APART_D 1
+#endif
+#ifndef APART_H
+#define APART_H 1
+#endif
+#ifndef APART_W
+#define APART_W 1
+#endif
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS 1
+#endif
+#ifndef WORKER_REGISTERS  // of a thread, after the warpgroup that copies gave up what it does not need
+#define WORKER_REGISTERS 240
+#define COPIER_REGISTERS 24
+#endif
+
+static_assert(sizeof(Stored) == 2, "rows of 64 channels");
+
+// How far taps of a tile are apart in y, in elements that its copies bring.
+__host__ __device__ constexpr int hop(int taps, int stride, int dilation, int apart) {
+    return taps > 1 ? dilation * apart / stride : 0;
+}
+constexpr int HOP_D = hop(TAPS_D, STRIDE_D, DILATION_D, APART_D), HOP_H = hop(TAPS_H, STRIDE_H, DILATION_H, APART_H);
+constexpr int HOP_W = hop(TAPS_W, STRIDE_W, DILATION_W, APART_W);
+static_assert(TAPS_D == 1 || DILATION_D * APART_D % STRIDE_D == 0, "one remainder");
+static_assert(TAPS_H == 1 || DILATION_H * APART_H % STRIDE_H == 0, "one remainder");
+static_assert(TAPS_W == 1 || DILATION_W * APART_W % STRIDE_W == 0, "one remainder");
+
+// How the taps of an axis are cut into tiles: those that are APART from each other by as many.
+template <int KERNEL, int TAPS, int APART> struct Cut {
+    static constexpr int REMAINDERS = APART < KERNEL ? APART : KERNEL;
+    static constexpr int COUNT = REMAINDERS * ceil_div(ceil_div(KERNEL, APART), TAPS);
+
+    __host__ __device__ static constexpr int first(int tile) { return tile % REMAINDERS + tile / REMAINDERS * APART * TAPS; }
+    __host__ __device__ static constexpr int tile_of(int tap) { return tap / APART / TAPS * REMAINDERS + tap % APART; }
+    __host__ __device__ static constexpr int place_of(int tap) { return tap / APART % TAPS; }  // within its tile
+};
+typedef Cut<KERNEL_D, TAPS_D, APART_D> CutD;
+typedef Cut<KERNEL_H, TAPS_H, APART_H> CutH;
+typedef Cut<KERNEL_W, TAPS_W, APART_W> CutW;
+constexpr int TILES_OF_TAPS = CutD::COUNT * CutH::COUNT * CutW::COUNT;
+
+constexpr int WORKER_THREADS = 128 * WORKERS, THREADS = WORKER_THREADS + 128;
+constexpr int ROWS = 64 * TILES_M, CHANNELS_N = 8 * TILES_N;
+constexpr int CHANNELS_IN = ROWS_OF_X ? ROWS : CHANNELS_N, CHANNELS_OUT = ROWS_OF_X ? CHANNELS_N : ROWS;
+constexpr int GROUP = 64, ROW_BYTES = 128;  // channels of a staged row, and its bytes
+constexpr int GROUPS_X = ceil_div(CHANNELS_IN, GROUP), GROUPS_Y = ceil_div(CHANNELS_OUT, GROUP);
+constexpr int TAPS = TAPS_D * TAPS_H * TAPS_W;
+constexpr int UNITS = ceil_div(TAPS * TILES_M, WORKERS);  // of a worker: 64 rows and a tap
+constexpr int SUMS_OF_UNIT = CHANNELS_N / 2;                 // of a thread
+constexpr int SUMS = UNITS * SUMS_OF_UNIT;
+constexpr int VALUES = SUMS * WORKER_THREADS;  // of a block
+constexpr int MAX_STAGES = 8, ALIGNMENT = 1024;  // of what copies bring
+
+// ---- weights ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int tiles_of(long long count, int tile) { return (int)((count + tile - 1) / tile); }
+
+// Tiles of all weights.
+__device__ __forceinline__ unsigned tiles_of_weights(const Problem& p) {
+    return (unsigned)(TILES_OF_TAPS * tiles_of(p.c_out, CHANNELS_OUT) * tiles_of(p.c_in, CHANNELS_IN) * p.groups);
+}
+
+// The first weight of a tile. Those that read the same x and y follow each other.
+__device__ __forceinline__ Weight first_weight(unsigned tile, const Problem& p) {
+    Weight first;
+    first.w = CutW::first((int)(tile % CutW::COUNT));
+    tile /= CutW::COUNT;
+    first.h = CutH::first((int)(tile % CutH::COUNT));
+    tile /= CutH::COUNT;
+    first.d = CutD::first((int)(tile % CutD::COUNT));
+    tile /= CutD::COUNT;
+    first.co = (int)(tile % tiles_of(p.c_out, CHANNELS_OUT)) * CHANNELS_OUT;
+    tile /= tiles_of(p.c_out, CHANNELS_OUT);
+    first.ci = (int)(tile % tiles_of(p.c_in, CHANNELS_IN)) * CHANNELS_IN;
+    first.group = tile / tiles_of(p.c_in, CHANNELS_IN);
+    return first;
+}
+
+// A unit's 64 rows, and its tap.
+__device__ __forceinline__ int tile_of_unit(int unit) { return unit / TAPS; }
+__device__ __forceinline__ int tap_of_unit(int unit) { return unit % TAPS; }
+
+// ---- shares ----------------------------------------------------------------------------------------------------------
+
+// Every block takes the same number of boxes. As many blocks as fit share a tile, each with boxes that follow each other, so that
+// blocks of all tiles read the same boxes at about the same time. What boxes are left, the last ones of each tile, is cut into
+// as many for the remaining blocks, tile by tile. A block's boxes of one tile are a part; its sums have a slot.
+struct Shares {
+    unsigned tiles, boxes, of_block;  // boxes of a block
+    unsigned whole, rest;             // blocks that have one tile, for each of these, and what boxes are left
+
+    __device__ __forceinline__ explicit Shares(const Problem& p)
+        : tiles(tiles_of_weights(p)), boxes((unsigned)(p.n * p.tiles[0] * p.tiles[1] * p.tiles[2])), of_block((unsigned)p.blocks),
+          whole(boxes / of_block), rest(boxes - whole * of_block) {}
+
+    // Slots of a tile: of the blocks that have it alone, and from the first one on of the others.
+    __device__ __forceinline__ unsigned first_of_rest(unsigned tile) const { return whole * tiles + tile * rest / of_block + tile; }
+    __device__ __forceinline__ unsigned parts(unsigned tile) const {
+        return whole + (rest ? ((tile + 1) * rest - 1) / of_block - tile * rest / of_block + 1 : 0);
+    }
+    __device__ __forceinline__ unsigned slot(unsigned tile, unsigned part) const {
+        return part < whole ? part * tiles + tile : first_of_rest(tile) + part - whole;
+    }
+};
+
+// A block's parts, one after the other.
+struct Part {
+    unsigned tile, first, count, slot;  // boxes
+    unsigned next, end;                 // of the rests of all tiles
+
+    __device__ __forceinline__ Part(const Shares& shares, unsigned block) : tile(0), first(0), count(0), slot(0), next(0), end(0) {
+        const unsigned of_one = shares.whole * shares.tiles;
+        if (block < of_one) {
+            tile = block % shares.tiles, first = block / shares.tiles * shares.of_block, count = shares.of_block, slot = block;
+        } else {
+            next = (block - of_one) * shares.of_block;
+            end = min(next + shares.of_block, shares.rest * shares.tiles);
+            advance(shares);
+        }
+    }
+
+    __device__ __forceinline__ bool exists() const { return count > 0; }
+    __device__ __forceinline__ void advance(const Shares& shares) {
+        count = 0;
+        if (next >= end) return;
+        tile = next / shares.rest;
+        const unsigned at = next - tile * shares.rest;
+        first = shares.whole * shares.of_block + at;
+        count = min(shares.rest - at, end - next);
+        slot = shares.first_of_rest(tile) + next / shares.of_block - tile * shares.rest / shares.of_block;
+        next += count;
+    }
+};
+
+// ---- the box ---------------------------------------------------------------------------------------------------------
+
+// A box of positions in shared memory, in rows; 64 channels after the other.
+struct Box {
+    int d, h, w;        // extents, along W eights
+    int y_d, y_h, y_w;  // what the taps reach
+    int x_bytes, y_bytes;  // of 64 channels; those of y are aligned
+
+    __device__ __forceinline__ explicit Box(const Problem& p)
+        : d((int)p.box[0]), h((int)p.box[1]), w((int)p.box[2]), y_d(d + (TAPS_D - 1) * HOP_D), y_h(h + (TAPS_H - 1) * HOP_H),
+          y_w(w + (TAPS_W - 1) * HOP_W), x_bytes(d * h * w * ROW_BYTES),
+          y_bytes((y_d * y_h * y_w * ROW_BYTES + ALIGNMENT - 1) & -ALIGNMENT) {}
+
+    __device__ __forceinline__ int stage() const { return GROUPS_X * x_bytes + GROUPS_Y * y_bytes; }
+    __device__ __forceinline__ int copied() const { return GROUPS_X * x_bytes + GROUPS_Y * y_d * y_h * y_w * ROW_BYTES; }
+};
+
+// The steps over a box, of two runs of eight positions each: along W where a row has an even number of them, else along H or D.
+struct Steps {
+    int count, w, h;                  // all; of a row, and rows of a plane
+    int x_w, x_row, x_plane, x_pair;  // from one to the next, beyond that at the end of a row and of a plane; from run to run
+    int y_w, y_row, y_plane, y_pair;
+
+    __device__ __forceinline__ explicit Steps(const Box& box)
+        : count(box.d * box.h * box.w / 16), w(box.w / 8), h(box.h), x_w(8), x_pair(8), y_w(8), y_pair(8) {
+        int x_h = box.w, y_h = box.y_w;  // from row to row, and from plane to plane
+        int x_d = box.h * x_h, y_d = box.y_h * y_h;
+        if (w % 2 == 0) {
+            w /= 2, x_w = y_w = 16;
+        } else if (h % 2 == 0) {
+            h /= 2, x_pair = x_h, y_pair = y_h, x_h *= 2, y_h *= 2;
+        } else {
+            x_pair = x_d, y_pair = y_d, x_d *= 2, y_d *= 2;
+        }
+        x_row = x_h - w * x_w, y_row = y_h - w * y_w;
+        x_plane = x_d - h * x_h, y_plane = y_d - h * y_h;
+    }
+};
+
+// Where a step starts, in rows of x and y.
+struct At {
+    int x = 0, y = 0, w = 0, h = 0;
+
+    __device__ __forceinline__ void advance(const Steps& steps) {
+        x += steps.x_w, y += steps.y_w;
+        if (++w < steps.w) return;
+        w = 0, x += steps.x_row, y += steps.y_row;
+        if (++h < steps.h) return;
+        h = 0, x += steps.x_plane, y += steps.y_plane;
+    }
+};
+
+// Where a tap's first position is in y.
+__device__ __forceinline__ int place_of_tap(int tap, const Box& box) {
+    const int w = tap % TAPS_W, h = tap / TAPS_W % TAPS_H, d = tap / (TAPS_W * TAPS_H);
+    return (d * HOP_D * box.y_h + h * HOP_H) * box.y_w + w * HOP_W;
+}
+
+// Stages in shared memory, filled by copies and used by workers.
+struct Ring {
+    Barrier *full, *free;
+    int stages, place = 0, round = 0;
+
+    __device__ __forceinline__ Ring(Barrier* barriers, int stages) : full(barriers), free(barriers + MAX_STAGES), stages(stages) {}
+    __device__ __forceinline__ void wait_until_free() const {
+        if (round) barrier_wait(free + place, (round - 1) & 1);
+    }
+    __device__ __forceinline__ void wait_until_full() const { barrier_wait(full + place, round & 1); }
+    __device__ __forceinline__ void next() {
+        if (++place == stages) place = 0, ++round;
+    }
+};
+
+// ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+struct Accumulators {
+    float value[UNITS][SUMS_OF_UNIT];
+};
+
+// Of a thread, those of two rows that are eight apart and of two columns side by side.
+typedef Pack<float, 4> Four;
+
+__device__ __forceinline__ void multiply_add_transposed(float (&sum)[SUMS_OF_UNIT], Operand a, Operand b) {
+#if DTYPE == FLOAT16
+    wgmma_f16_transposed<CHANNELS_N>(sum, a, b, true);
+#else
+    wgmma_bf16_transposed<CHANNELS_N>(sum, a, b, true);
+#endif
+}
+
+// ---- the kernel ------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    weight_gradient_tma(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, float* parts, const Problem p) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    const Shares shares(p);
+    const Box box(p);
+    Ring ring(reinterpret_cast<Barrier*>(shared_bytes), (int)p.plane);
+    unsigned char* const stages = shared_bytes + ALIGNMENT;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < ring.stages; ++i) {
+            barrier_init(ring.full + i, 1);
+            barrier_init(ring.free + i, WORKER_THREADS / 32);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+
+    if (threadIdx.x >= WORKER_THREADS) {
+        give_registers<COPIER_REGISTERS>();
+        if (threadIdx.x > WORKER_THREADS) return;
+        wait_for_kernel_before();
+#pragma unroll 1
+        for (Part part(shares, blockIdx.x); part.exists(); part.advance(shares)) {
+            const Weight first = first_weight(part.tile, p);
+            const int x_channel = (int)(first.group * p.c_in) + first.ci, y_channel = (int)(first.group * p.c_out) + first.co;
+            const int y_w = first.w * DILATION_W - (int)p.pad[2], y_h = first.h * DILATION_H - (int)p.pad[1];
+            const int y_d = first.d * DILATION_D - (int)p.pad[0];
+#pragma unroll 1
+            for (unsigned index = part.first; index < part.first + part.count; ++index) {
+                unsigned n = index;
+                const int w = (int)take(n, p, 2) * box.w, h = (int)take(n, p, 1) * box.h, d = (int)take(n, p, 0) * box.d;
+                unsigned char* const to = stages + ring.place * box.stage();
+                Barrier* const full = ring.full + ring.place;
+                ring.wait_until_free();
+                barrier_arrive_expecting(full, (unsigned)box.copied());
+#pragma unroll
+                for (int i = 0; i < GROUPS_X; ++i)
+                    copy_box(to + i * box.x_bytes, &x, x_channel + i * GROUP, w, h, d, (int)n, full);
+#pragma unroll
+                for (int i = 0; i < GROUPS_Y; ++i)
+                    copy_box(to + GROUPS_X * box.x_bytes + i * box.y_bytes, &y, y_channel + i * GROUP, w * STRIDE_W + y_w,
+                             h * STRIDE_H + y_h, d * STRIDE_D + y_d, (int)n, full);
+                ring.next();
+            }
+        }
+        return;
+    }
+
+    take_registers<WORKER_REGISTERS>();
+    const int first_unit = (int)threadIdx.x / 128 * UNITS;
+    const Steps steps(box);
+    int in_a[UNITS], in_b[UNITS];  // where a unit's operands start, in pieces
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) {
+        const bool is_used = tile_of_unit(first_unit + i) < TILES_M;
+        const int tap = is_used ? 8 * place_of_tap(tap_of_unit(first_unit + i), box) : 0;
+        const int rows = is_used ? tile_of_unit(first_unit + i) * (ROWS_OF_X ? box.x_bytes : box.y_bytes) / 16 : 0;
+        in_a[i] = ROWS_OF_X && TILES_M == 1 ? 0 : (int)of_warp((unsigned)(rows + (ROWS_OF_X ? 0 : tap)));
+        in_b[i] = ROWS_OF_X ? (int)of_warp((unsigned)tap) : 0;
+    }
+    Accumulators acc;
+#pragma unroll 1
+    for (Part part(shares, blockIdx.x); part.exists(); part.advance(shares)) {
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) acc.value[i / SUMS_OF_UNIT][i % SUMS_OF_UNIT] = 0;
+        int used = -1;  // the stage whose last products are under way
+#pragma unroll 1
+        for (unsigned index = 0; index < part.count; ++index) {
+            ring.wait_until_full();
+            const unsigned char* const staged = stages + ring.place * box.stage();
+            const Operand of_x = describe_swizzled(staged, (unsigned)(ROW_BYTES * steps.x_pair), (unsigned)box.x_bytes);
+            const Operand of_y = describe_swizzled(staged + GROUPS_X * box.x_bytes, (unsigned)(ROW_BYTES * steps.y_pair),
+                                                   (unsigned)box.y_bytes);
+            const Operand of_a = of_warp(ROWS_OF_X ? of_x : of_y), of_b = of_warp(ROWS_OF_X ? of_y : of_x);
+            At at;
+#pragma unroll 1
+            for (int step = 0; step < steps.count; ++step) {
+                const int in_rows = 8 * (ROWS_OF_X ? at.x : at.y), in_columns = 8 * (ROWS_OF_X ? at.y : at.x);
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < UNITS; ++i)
+                    multiply_add_transposed(acc.value[i], of_a + (in_a[i] + in_rows), of_b + (in_b[i] + in_columns));
+                wgmma_commit();
+                at.advance(steps);
+                wgmma_wait<1>();
+                if (used >= 0) {
+                    if (threadIdx.x % 32 == 0) barrier_arrive(ring.free + used);
+                    used = -1;
+                }
+            }
+            used = ring.place;
+            ring.next();
+        }
+        wgmma_wait<0>();
+        if (threadIdx.x % 32 == 0) barrier_arrive(ring.free + used);
+
+        Four* const to = reinterpret_cast<Four*>(parts) + part.slot * (VALUES / 4) + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < SUMS / 4; ++i) {
+            const float* const four = &acc.value[4 * i / SUMS_OF_UNIT][4 * i % SUMS_OF_UNIT];
+            to[i * WORKER_THREADS] = {{four[0], four[1], four[2], four[3]}};
+        }
+    }
+}
+
+// ---- the kernel that adds the parts ----------------------------------------------------------------------------------
+// A block adds up a patch of 16 rows and eight columns, of which a lane has four sums. Of few parts of many patches it has all taps
+// of its patch, puts them in shared memory, and writes them in the order of the weights. Else it has one tap, and its warps share
+// the parts.
+
+constexpr int MAX_BYTES_OF_SUMS = 40 * 1024, WARPS = SUM_THREADS / 32;
+constexpr int ALL_TAPS = KERNEL_D * KERNEL_H * KERNEL_W, PATCHES = TILES_M * 4 * TILES_N;  // of a tile
+constexpr int OF_X = ROWS_OF_X ? 16 : 8, OF_Y = 128 / OF_X;                               // channels of a patch
+// Weights in shared memory: channels of y are an odd number of words apart, and neighbours in a warp lie in different banks.
+constexpr int NEXT_Y = ALL_TAPS | 1, NEXT_X = OF_Y * NEXT_Y + 4, RUN = OF_Y * ALL_TAPS;
+constexpr bool IN_ORDER = OF_X * NEXT_X * 4 <= MAX_BYTES_OF_SUMS;
+
+__device__ __forceinline__ void add(Four& sum, const Four& more) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum.value[i] += more.value[i];
+}
+
+struct Patch {
+    unsigned tile;  // the first one of all taps
+    int eight, quarter, tile_m;
+
+    __device__ __forceinline__ explicit Patch(unsigned number)
+        : tile(number / PATCHES * (unsigned)TILES_OF_TAPS), eight((int)(number % TILES_N)), quarter((int)(number / TILES_N % 4)),
+          tile_m((int)(number / (4 * TILES_N) % TILES_M)) {}
+
+    __device__ __forceinline__ Weight first(const Problem& p) const {
+        Weight weight = first_weight(tile, p);
+        const int rows = tile_m * 64 + quarter * 16;
+        weight.ci += ROWS_OF_X ? rows : eight * 8;
+        weight.co += ROWS_OF_X ? eight * 8 : rows;
+        return weight;
+    }
+};
+
+// Where a tap's sums of a patch are in the first part of blocks that have the tile alone, and of the others.
+struct Sums {
+    unsigned whole, rest;
+    int parts_of_rest;
+};
+__device__ __forceinline__ Sums sums_of(const Patch& patch, int tap, const Shares& shares) {
+    const int w = tap % KERNEL_W, h = tap / KERNEL_W % KERNEL_H, d = tap / (KERNEL_W * KERNEL_H);
+    const unsigned tile = patch.tile + (unsigned)((CutD::tile_of(d) * CutH::COUNT + CutH::tile_of(h)) * CutW::COUNT + CutW::tile_of(w));
+    const int of_tile = (CutD::place_of(d) * TAPS_H + CutH::place_of(h)) * TAPS_W + CutW::place_of(w);
+    const int unit = patch.tile_m * TAPS + of_tile;
+    const int own = (unit % UNITS * TILES_N + patch.eight) * WORKER_THREADS + unit / UNITS * 128 + patch.quarter * 32;
+    return {tile * (VALUES / 4) + own, shares.first_of_rest(tile) * (VALUES / 4) + own, (int)(shares.parts(tile) - shares.whole)};
+}
+
+// Where a lane's weight is in the patch.
+__device__ __forceinline__ Ahead weight_of_lane(int sum) {
+    const int row = (int)threadIdx.x % 32 / 4 + sum / 2 * 8, column = (int)threadIdx.x % 4 * 2 + sum % 2;
+    return {ROWS_OF_X ? row : column, ROWS_OF_X ? column : row, 0, 0, 0};
+}
+
+__device__ __forceinline__ void add_in_order(const Four* parts, Stored* out, const Problem& p) {
+    constexpr int AT_ONCE = ALL_TAPS > 3 * WARPS ? 4 : ceil_div(ALL_TAPS, WARPS);
+    __shared__ float sums[IN_ORDER ? OF_X * NEXT_X : 1];
+    __shared__ Sums of_taps[IN_ORDER ? ALL_TAPS : 1];
+    __shared__ Weight first;
+    const Shares shares(p);
+    const Patch patch(blockIdx.x);
+    for (int tap = (int)threadIdx.x; tap < ALL_TAPS; tap += SUM_THREADS) of_taps[tap] = sums_of(patch, tap, shares);
+    if (threadIdx.x == SUM_THREADS - 1) first = patch.first(p);
+    __syncthreads();
+    const unsigned next = shares.tiles * (unsigned)(VALUES / 4);  // from part to part of blocks that have a tile alone
+    const int lane = (int)threadIdx.x % 32;
+    wait_for_kernel_before();
+#pragma unroll 1
+    for (int tap = (int)threadIdx.x / 32; tap < ALL_TAPS; tap += AT_ONCE * WARPS) {
+        const Four *whole[AT_ONCE], *rest[AT_ONCE];
+        Four sum[AT_ONCE];
+        int count[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const Sums from = of_taps[min(tap + i * WARPS, ALL_TAPS - 1)];
+            whole[i] = parts + from.whole + lane, rest[i] = parts + from.rest + lane;
+            count[i] = tap + i * WARPS < ALL_TAPS ? from.parts_of_rest : -1;
+            sum[i] = {{0, 0, 0, 0}};
+        }
+#pragma unroll 2
+        for (unsigned part = 0; part < shares.whole; ++part) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (count[i] >= 0) add(sum[i], *whole[i]);
+                whole[i] += next;
+            }
+        }
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (part < count[i]) add(sum[i], rest[i][part * (VALUES / 4)]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * AT_ONCE; ++i) {
+            const Ahead at = weight_of_lane(i % 4);
+            if (count[i / 4] >= 0) sums[at.ci * NEXT_X + at.co * NEXT_Y + tap + i / 4 * WARPS] = sum[i / 4].value[i % 4];
+        }
+    }
+    __syncthreads();
+
+    const Weight mine = first;
+    Stored* const to = out + mine.offset(p);
+    const int left_in = min((int)p.c_in - mine.ci, OF_X), left_out = min((int)p.c_out - mine.co, OF_Y);
+    const bool follow = p.weight_stride[4] == 1 && p.weight_stride[3] == KERNEL_W && p.weight_stride[2] == KERNEL_H * KERNEL_W &&
+                        p.weight_stride[1] == ALL_TAPS;
+    // Two at a time, where they are a word.
+    if (follow && left_out * ALL_TAPS % 2 == 0 && p.weight_stride[0] % 2 == 0 && (size_t)to % 4 == 0) {
+#pragma unroll 2
+        for (int at = 2 * (int)threadIdx.x; at < left_in * RUN; at += 2 * SUM_THREADS) {
+            const int ci = at / RUN, place = at % RUN, co = place / ALL_TAPS, next_co = (place + 1) / ALL_TAPS;
+            if (co >= left_out) continue;
+            const float* const from = sums + ci * NEXT_X + place;
+            const unsigned word[1] = {narrow_two<Stored>(from[co * (NEXT_Y - ALL_TAPS)], from[next_co * (NEXT_Y - ALL_TAPS) + 1])};
+            store_words(to + ci * p.weight_stride[0] + place, word);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int at = (int)threadIdx.x; at < left_in * RUN; at += SUM_THREADS) {
+        const int tap = at % ALL_TAPS, co = at / ALL_TAPS % OF_Y, ci = at / RUN;
+        const Ahead ahead = {ci, co, tap / (KERNEL_W * KERNEL_H), tap / KERNEL_W % KERNEL_H, tap % KERNEL_W};
+        if (co < left_out) narrow(sums[ci * NEXT_X + co * NEXT_Y + tap], to[distance(ahead, p)]);
+    }
+}
+
+__device__ __forceinline__ void add_by_taps(const Four* parts, Stored* out, const Problem& p) {
+    __shared__ Four sums[WARPS][32];
+    const Shares shares(p);
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, tap = (int)(blockIdx.x % (unsigned)ALL_TAPS);
+    const Patch patch(blockIdx.x / (unsigned)ALL_TAPS);
+    const Sums from = sums_of(patch, tap, shares);
+    const unsigned next = shares.tiles * (unsigned)(VALUES / 4);
+    Four sum = {{0, 0, 0, 0}};
+    wait_for_kernel_before();
+#pragma unroll 8
+    for (unsigned part = (unsigned)warp; part < shares.whole; part += WARPS) add(sum, parts[from.whole + part * next + lane]);
+    if (warp < from.parts_of_rest) add(sum, parts[from.rest + warp * (VALUES / 4) + lane]);
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp) return;
+#pragma unroll
+    for (int i = 1; i < WARPS; ++i) add(sum, sums[i][lane]);
+    const Weight first = patch.first(p);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        Ahead ahead = weight_of_lane(i);
+        ahead.d = tap / (KERNEL_W * KERNEL_H), ahead.h = tap / KERNEL_W % KERNEL_H, ahead.w = tap % KERNEL_W;
+        if (first.ci + ahead.ci < p.c_in && first.co + ahead.co < p.c_out)
+            narrow(sum.value[i], out[first.offset(p) + distance(ahead, p)]);
+    }
+}
+
+// out_vector: whether a block has all taps of a patch.
+extern "C" __global__ void __launch_bounds__(SUM_THREADS)
+    weight_gradient_tma_add(const float* parts, Stored* out, const Problem p) {
+    const Four* const from = reinterpret_cast<const Four*>(parts);
+    if (IN_ORDER && p.out_vector) {
+        add_in_order(from, out, p);
+    } else {
+        add_by_taps(from, out, p);
+    }
+}
+
+// ---- the kernel that turns arrays ------------------------------------------------------------------------------------
+// Arrays that copies cannot read become channels-last, with as many channels as are a multiple of eight. A thread turns eight
+// channels: of eight positions of a row in registers, or of a single position.
+
+// An array, and what is read of it.
+struct Turn {
+    long long n, channels, extent[3], stride[5];  // N, channels, D, H, W
+    long long first;                              // element
+    long long wide;                               // whether eight positions along W are 16 aligned bytes
+    long long blocks;                             // of the launch, 0 where it is read as it is
+};
+struct Turns {
+    Turn of[2];  // x and y
+};
+
+constexpr int TURN_THREADS = 256;
+
+__device__ __forceinline__ void turn(const Stored* from, Stored* to, const Turn& t, unsigned block) {
+    const int eights = (int)((t.channels + 7) / 8);
+    const unsigned width = (unsigned)(t.wide ? t.extent[2] / 8 : t.extent[2]);
+    const unsigned places = (unsigned)(t.n * t.extent[0] * t.extent[1]) * width;
+    // Of a warp, so many neighbours write channels that follow each other, and the others take the next positions.
+    const int across = t.wide ? 4 : 2;
+    const unsigned i = block * (unsigned)TURN_THREADS + threadIdx.x, sets = (unsigned)((eights + across - 1) / across);
+    const unsigned down = 32 / (unsigned)across, round = i / 32;
+    const unsigned eight = round % sets * across + i % across, place = round / sets * down + i % 32 / across;
+    if (eight >= (unsigned)eights || place >= places) return;
+    unsigned rest = place;
+    const unsigned w = rest % width;
+    rest /= width;
+    const unsigned h = rest % (unsigned)t.extent[1];
+    rest /= (unsigned)t.extent[1];
+    const unsigned d = rest % (unsigned)t.extent[0], n = rest / (unsigned)t.extent[0];
+    from += t.first + n * t.stride[0] + eight * 8 * t.stride[1] + d * t.stride[2] + h * t.stride[3] + w * t.stride[4] * (t.wide ? 8 : 1);
+    const int left = (int)t.channels - (int)eight * 8;
+    if (t.wide) {
+        Piece rows[8];
+#pragma unroll
+        for (int c = 0; c < 8; ++c)
+            rows[c] = c < left ? *reinterpret_cast<const Piece*>(from + c * t.stride[1]) : Piece{{0, 0, 0, 0}};
+        issue_in_order();
+#pragma unroll
+        for (int position = 0; position < 8; ++position) {
+            unsigned words[8];
+#pragma unroll
+            for (int c = 0; c < 8; ++c) words[c] = rows[c].value[position / 2];
+            reinterpret_cast<Piece*>(to)[(place * 8 + position) * (long long)eights + eight] = take_halves(words, position % 2);
+        }
+    } else {
+        unsigned words[8];
+#pragma unroll
+        for (int c = 0; c < 8; ++c) words[c] = c < left ? bits_of(from[c * t.stride[1]]) : 0;
+        reinterpret_cast<Piece*>(to)[place * (long long)eights + eight] = take_halves(words, 0);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(TURN_THREADS)
+    weight_gradient_tma_turn(const Stored* x, const Stored* y, Stored* turned_x, Stored* turned_y, const Turns turns) {
+    let_next_kernel_start();
+    if (blockIdx.x < turns.of[0].blocks) {
+        turn(x, turned_x, turns.of[0], blockIdx.x);
+    } else {
+        turn(y, turned_y, turns.of[1], blockIdx.x - (unsigned)turns.of[0].blocks);
+    }
+}

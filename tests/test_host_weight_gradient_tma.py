@@ -1,0 +1,424 @@
+"""weight_gradient_tma executed on the host, under sanitizers, with tiles drawn from those that the kernel takes."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from described import DEVICES, geometry_of, layout_of
+from gradients import check, direct_weight, gradient_of
+from host.build import kernel_sources, why_not
+from host_gradients import check_drawn, share_of, specialisation
+from host_weight_gradient_tma import SHARED_BYTES, Case, cases, layout_for, on_host
+from strategies import DTYPES, Ints, Problem, case
+from test_host_faults import IN_USE, UNWRITTEN, VALUES, plant
+from test_plan import problem_of
+
+import cuconvt
+from cuconvt.plan import Device, Plan, Refusal
+from cuconvt.plan_weight_gradient_tma import (
+    COPIER_REGISTERS,
+    FEW_PARTS,
+    KINDS,
+    MAX_REGISTERS,
+    OTHER_REGISTERS,
+    Shape,
+    Share,
+    Sides,
+    Tile,
+    Work,
+    _batch_as_depth,
+    choose_tile,
+    plan_weight_gradient_tma,
+    tiles,
+)
+from cuconvt.tensor_map import TensorMap, reads
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+CASES = cases()
+BUDGET = 0.05
+LONGEST = {1: (120,), 2: (8, 20), 3: (3, 5, 12)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_geometry(name: str) -> None:
+    this = CASES[name]
+    rank = len(this.spec.kernel)
+    ragged, *others = this.fixed_problems()
+    defines = this.plan_for(ragged).defines
+    with on_host(this):
+
+        def alike(problem: Problem) -> None:
+            # Layouts that are read as others are programs of their own.
+            drawn = dataclasses.replace(problem, x_layout=this.spec.x_layouts[0], out_layout=this.spec.out_layouts[0])
+            plan = plan_weight_gradient_tma(
+                geometry_of(drawn), this.dtype, layout_for(drawn), None, this.device, this.tile
+            )
+            if isinstance(plan, Plan) and plan.defines == defines:
+                check("weight", drawn, this.dtype, calls=1)
+
+        check("weight", ragged, this.dtype)
+        for problem in others:
+            check("weight", problem, this.dtype, calls=1)
+        check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
+
+
+def test_cases_reach_every_way() -> None:
+    reached = Counter()
+    for this in CASES.values():
+        for problem in this.fixed_problems():
+            plan = this.plan_for(problem)
+            fields, defines, share = problem_of(plan), dict(plan.defines), share_of(plan)
+            for side, place, wide in zip("xy", plan.turned or (-1, -1), (plan.turns or (0,) * 26)[11::13], strict=True):
+                reached[f"{side} {'as it is' if place < 0 else 'turned in eights' if wide else 'turned'}"] += 1
+            reached[f"workers {defines['WORKERS']}"] += 1
+            reached[f"rows of x {defines['ROWS_OF_X']}"] += 1
+            reached["several tiles of rows"] += defines["TILES_M"] > 1
+            reached["columns of several copies"] += defines["TILES_N"] > 8
+            reached["taps of a phase"] += max(defines[f"APART_{axis}"] for axis in "DHW") > 1
+            reached["elements of which some are read"] += max(defines[f"STRIDE_{axis}"] for axis in "DHW") > 1
+            reached[f"in order {fields['out_vector'][0]}"] += 1
+            reached["a tile has rests"] += share.rest > 0
+            reached["a tile has blocks of its own"] += share.whole > 0
+            reached["units of no use"] += (
+                defines["TAPS_D"] * defines["TAPS_H"] * defines["TAPS_W"] * defines["TILES_M"] % defines["WORKERS"] > 0
+            )
+            _, h, w = fields["box"]
+            reached[f"pairs along {'W' if w % 16 == 0 else 'H' if h % 2 == 0 else 'D'}"] += 1
+            assert plan.shared_bytes <= SHARED_BYTES
+            assert fields["box"][2] % 8 == 0
+            assert fields["plane"][0] >= 2
+    for kind in (
+        *(f"{side} {how}" for side in "xy" for how in ("as it is", "turned", "turned in eights")),
+        *(f"workers {count}" for count in (1, 2, 3)),
+        *("rows of x 0", "rows of x 1", "several tiles of rows", "columns of several copies", "taps of a phase"),
+        *("elements of which some are read", "in order 0", "in order 1", "units of no use"),
+        *("a tile has rests", "a tile has blocks of its own", "pairs along W", "pairs along H", "pairs along D"),
+    ):
+        assert reached[kind], f"{kind}: {reached}"
+
+
+def in_parts(tile: Tile, kernel: Ints, stride: int = 1, channels: tuple[int, int] = (12, 20)) -> Case:
+    """Return a case with ragged channels."""
+    spec = specialisation(kernel, (stride,) * len(kernel), (1,) * len(kernel), channels, (False, False))
+    return Case(spec, "bfloat16", Device(90, 1, SHARED_BYTES), tile)
+
+
+# A case each for how parts are shared and added up, with the extents of x, boxes of a block, and parts of a tile.
+IN_PARTS = {
+    "blocks of its own": (in_parts(Tile(2, 0, 1, 2, (1, 1, 2), (1, 1, 1)), (3, 2)), (32, 64), 4, 4),
+    "and rests": (in_parts(Tile(2, 1, 1, 3, (1, 2, 2), (1, 2, 2)), (4, 3), 2), (32, 64), 5, 5),
+    "rests alone": (in_parts(Tile(2, 0, 1, 2, (1, 1, 2), (1, 1, 1)), (3, 2), 1, (24, 72)), (16, 32), 100, 2),
+    "rests that end where blocks do": (in_parts(Tile(1, 0, 1, 2, (1, 1, 2), (1, 1, 1)), (2, 2)), (32, 80), 9, 4),
+    "one part": (in_parts(Tile(2, 0, 1, 2, (1, 1, 2), (1, 1, 1)), (3, 2)), (32, 64), 16, 1),
+    "few of many taps": (in_parts(Tile(1, 0, 1, 2, (1, 1, 8), (1, 1, 1)), (90,)), (400,), 4, 5),
+    "odd runs": (in_parts(Tile(1, 0, 1, 2, (1, 1, 3), (1, 1, 1)), (1, 3), 1, (12, 21)), (16, 32), 3, 3),
+    "many": (in_parts(Tile(2, 1, 1, 3, (1, 2, 2), (1, 1, 1)), (2, 2)), (48, 96), 1, 36),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_parts_are_added_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    this, extent, of_block, parts = IN_PARTS[name]
+    monkeypatch.setattr(Work, "boxes", lambda *_: [(1, 8, 32) if len(extent) > 1 else (1, 1, 64)])
+    monkeypatch.setattr(
+        Work, "shares", lambda work, tile, boxes, *_: [Share(work.tiles_of_weights(tile), boxes, of_block)]
+    )
+    problem = this.problem(extent)
+    share = share_of(this.plan_for(problem))
+    assert share.parts == parts, share
+    assert (parts > FEW_PARTS) == (name == "many")
+    with on_host(this):
+        check("weight", problem, this.dtype, calls=1)
+
+
+def test_every_box_is_in_one_part() -> None:
+    """For all numbers of tiles, boxes and boxes of a block: the shares of blocks as the kernel has them."""
+    for tiles_, boxes, of_block in ((t, b, q) for t in range(1, 8) for b in range(1, 12) for q in range(1, 25)):
+        share = Share(tiles_, boxes, of_block)
+        slots: dict[int, tuple[int, int]] = {}
+        done: Counter[tuple[int, int]] = Counter()
+        for block in range(share.blocks):
+            parts = 0
+            of_one = share.whole * tiles_
+            if block < of_one:
+                assert slots.setdefault(block, (block % tiles_, block)) == (block % tiles_, block)
+                done.update((block % tiles_, block // tiles_ * of_block + i) for i in range(of_block))
+                continue
+            first = (block - of_one) * of_block
+            for at in range(first, min(first + of_block, share.rest * tiles_)):
+                tile = at // share.rest
+                done[tile, share.whole * of_block + at % share.rest] += 1
+                slot = of_one + block - of_one + tile
+                parts += slots.get(slot) != (tile, block)
+                assert slots.setdefault(slot, (tile, block)) == (tile, block)
+            assert 0 < parts <= share.parts_of_block
+        assert done == Counter((t, b) for t in range(tiles_) for b in range(boxes))
+        assert max(slots) < share.slots
+        assert max(Counter(tile for tile, _ in slots.values()).values()) <= share.parts
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_gradient_is_finite_only_where_the_definition_is(rows: bool) -> None:
+    this = THIS if rows else LAST
+    problem = this.problem((9, 13))
+    x, _, _ = problem.arrays(DTYPES[this.dtype])
+    y = gradient_of(problem, DTYPES[this.dtype])
+    x[0, 1, 4, 12], x[1, -1, 0, 0], y[0, 3, 5, 6], y[1, -1, 1, 0] = np.inf, np.nan, -np.inf, np.inf
+    with np.errstate(invalid="ignore"):
+        expected = direct_weight(problem, x, y)
+    with on_host(this):
+        got = cuconvt.grad.conv_transpose2d_weight(x, problem.weight_shape, y, **problem.parameters)
+    finite = np.isfinite(got.astype(np.float32))
+    assert not finite[~np.isfinite(expected)].any()
+    assert finite[:2].any()  # of other channels
+
+
+# ---- planted faults --------------------------------------------------------------------------------------------------
+
+
+def faulty_case(tile: Tile, last: bool) -> Case:
+    """Return a case with ragged channels, several boxes, parts of both kinds, and taps of a phase."""
+    channels = (72, 40) if last else (70, 20)
+    spec = specialisation((2, 4), (1, 2), (1, 1), channels, (last, last))
+    return Case(spec, "bfloat16", Device(90, 5, SHARED_BYTES), tile)
+
+
+THIS = faulty_case(Tile(2, 0, 1, 9, (1, 2, 2), (1, 1, 2)), False)
+LAST = faulty_case(Tile(2, 1, 2, 5, (1, 2, 2), (1, 1, 2)), True)
+NOT_FREE = IN_USE + "|with no wait for it"
+PAST = "heap-buffer-overflow|belong to no argument|past its end|past an array|between its elements"
+# A replacement in the source, and the message of the check that must catch it.
+FAULTS = {
+    "a tap one position late": ("* box.y_w + w * HOP_W;", "* box.y_w + w * HOP_W + 1;", VALUES + "|" + UNWRITTEN),
+    "a tap's row of another tap": ("+ h * HOP_H)", "+ 0)", VALUES),
+    "the second run of x from elsewhere": (
+        "(unsigned)(ROW_BYTES * steps.x_pair)",
+        "(unsigned)(ROW_BYTES * steps.x_pair + ROW_BYTES)",
+        VALUES + "|" + UNWRITTEN,
+    ),
+    "groups of channels too near": ("steps.x_pair), (unsigned)box.x_bytes)", "steps.x_pair), 1024u)", VALUES),
+    "no next row": ("w = 0, x += steps.x_row, y += steps.y_row;", "w = 0, x += steps.x_row;", VALUES + "|" + UNWRITTEN),
+    "a box without the padding": ("DILATION_W - (int)p.pad[2]", "DILATION_W", VALUES),
+    "the next channels": ("x_channel + i * GROUP", "x_channel + i * GROUP + 8", VALUES),
+    "channels that no copy starts at": ("x_channel + i * GROUP", "x_channel + i * GROUP + 4", "no multiple of 8"),
+    "bytes that nobody announced": (
+        "(unsigned)box.copied()",
+        "(unsigned)box.copied() - 128u",
+        "bulk copies bring|arrivals of this phase",
+    ),
+    "a copy that is not waited for": ("        ring.wait_until_full();\n", "", None),
+    "no wait for a free stage": (
+        "                ring.wait_until_free();\n",
+        "",
+        NOT_FREE + "|in_flight|all .* arrivals",
+    ),
+    "no wait for the kernel before": (
+        "        wait_for_kernel_before();\n#pragma unroll 1\n        for (Part",
+        "#pragma unroll 1\n        for (Part",
+        "before the wait for the kernel",
+    ),
+    "a stage that is free too early": (
+        "            used = ring.place;\n",
+        "            used = ring.place;\n            if (threadIdx.x % 32 == 0) barrier_arrive(ring.free + used);\n",
+        NOT_FREE + "|arrivals",
+    ),
+    "no wait for the last products": ("        wgmma_wait<0>();\n", "", None),
+    "no fence": ("                wgmma_fence();\n", "", "without a wgmma_fence"),
+    "a part too few": ("part < shares.whole; ++part", "part + 1 < shares.whole; ++part", VALUES),
+    "a rest too few": ("part < 2; ++part", "part < 1; ++part", VALUES),
+    "a slot of another tile": (
+        "+ tile * rest / of_block + tile; }",
+        "+ tile * rest / of_block; }",
+        VALUES + "|nobody wrote|which thread|" + PAST,
+    ),
+    "sums that are not there yet": (
+        "tap + i / 4 * WARPS] = sum[i / 4].value[i % 4];\n        }\n    }\n    __syncthreads();",
+        "tap + i / 4 * WARPS] = sum[i / 4].value[i % 4];\n        }\n    }",
+        VALUES + "|" + UNWRITTEN + "|no barrier in between",
+    ),
+    "the other half of a word": ("take_halves(words, position % 2)", "take_halves(words, 1 - position % 2)", VALUES),
+    "a position past the last one": ("place >= places) return;", "place > places) return;", PAST + "|wrote"),
+    "channels that are not zeros": (
+        "c < left ? bits_of(from[c * t.stride[1]]) : 0",
+        "bits_of(from[c * t.stride[1]])",
+        PAST,
+    ),
+}
+# The same of arrays that are read as they are.
+FAULTS_LAST = {
+    name: FAULTS[name]
+    for name in ("a tap one position late", "a box without the padding", "the next channels", "no next row")
+}
+
+
+def run(this: Case, sources: dict[str, str] | None = None) -> None:
+    with on_host(this, sources), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Work, "boxes", lambda *_: [(1, 4, 16)])
+        patch.setattr(
+            Work, "shares", lambda work, tile, boxes, *_: [Share(work.tiles_of_weights(tile), boxes, boxes // 2 + 1)]
+        )
+        for extent in ((22, 16), (26, 19)):  # turned by eights, and by single positions
+            check("weight", this.problem(extent), this.dtype)
+
+
+@pytest.mark.parametrize(
+    ("this", "fault"),
+    [*((THIS, fault) for fault in FAULTS.values()), *((LAST, fault) for fault in FAULTS_LAST.values())],
+    ids=[*FAULTS, *(f"channels-last: {name}" for name in FAULTS_LAST)],
+)
+def test_fault_is_caught(this: Case, fault: tuple[str, str, str | None]) -> None:
+    before, after, caught_by = fault
+    with pytest.raises(AssertionError, match=caught_by):
+        run(this, plant(kernel_sources("weight_gradient_tma.cu"), before, after))
+
+
+@pytest.mark.parametrize("this", [THIS, LAST], ids=["rows", "channels-last"])
+def test_without_a_fault_nothing_is_caught(this: Case) -> None:
+    run(this)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_registers_of_all_warps_are_those_that_a_block_starts_with() -> None:
+    """A worker that asks for more than the copiers gave up waits for ever."""
+    for workers, blocks in KINDS:
+        tile = Tile(workers, 0, 1, 1, (1, 1, 1), (1, 1, 1), blocks)
+        at_start = min(65536 // (128 * (workers + 1) * blocks), 255) // 8 * 8
+        assert workers * tile.registers + COPIER_REGISTERS <= at_start * (workers + 1)
+        assert COPIER_REGISTERS <= min(at_start, MAX_REGISTERS) <= tile.registers
+
+
+def work_of(problem: Problem, last: bool) -> Work:
+    sides = Sides.of(*_batch_as_depth(geometry_of(problem), layout_of(geometry_of(problem), last)))
+    return Work(Shape.of(sides.geometry, sides.turn_x is not None, sides.turn_y is not None))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_tiles_have_registers_for_their_sums_and_cost_no_less_than_their_bound(last: bool) -> None:
+    for problem in (case((2, 256, 8, 8, 8), 128, 4, 2, 1), case((2, 48, 9, 9), 40, 3, 1, 1)):
+        work = work_of(problem, last)
+        found = list(tiles(work))
+        assert found
+        costs = {}
+        for tile in found:
+            assert tile.sums + OTHER_REGISTERS <= tile.registers
+            cost = work.typical_cost(tile, DEVICES[90])
+            if cost is not None:
+                assert work.least_cost(tile, DEVICES[90]) <= cost
+                costs[tile] = cost
+        chosen = choose_tile(work.shape, DEVICES[90])
+        assert chosen is not None
+        assert costs[chosen] == min(costs.values())
+
+
+def test_only_elements_that_taps_read_are_turned() -> None:
+    """Of stride 2 and dilation 2 these are an eighth, which then have neither."""
+    geometry = geometry_of(case((2, 32, 4, 6, 8), 64, 3, 2, 1, dilation=2))
+    plan = plan_weight_gradient_tma(geometry, "bfloat16", layout_of(geometry), None, DEVICES[90])
+    assert isinstance(plan, Plan)
+    defines = dict(plan.defines)
+    assert {defines[f"{name}_{axis}"] for name in ("STRIDE", "DILATION") for axis in "DHW"} == {1}
+    y = plan.maps[1]
+    assert y.extents == (64, *(-(-(e - 1) // 2) for e in reversed(geometry.out_extent)), 2)
+    assert y.steps == (1, 1, 1)
+    of_y = plan.turns[13:]
+    assert of_y[:2] == (2, 64)
+    assert (of_y[8], of_y[9]) == (2 * geometry.out_extent[2], 2)
+
+
+def test_a_map_has_what_the_driver_asks_for() -> None:
+    found = TensorMap.of("float16", (3, 40, 1, 5, 7), (1400, 1, 99, 280, 40), (1, 4, 8), (1, 2, 1))
+    assert found.extents == (40, 7, 5, 1, 3)
+    assert found.strides == (80, 560, 2800, 2800)  # none of a single plane is read
+    assert (found.box, found.steps, found.spans) == ((8, 4, 1), (1, 2, 1), (8, 7, 1))
+    extents = (3, 40, 1, 5, 7)
+    assert reads((1400, 1, 99, 280, 40), extents, True)
+    for strides, aligned in (
+        ((1400, 1, 99, 280, 40), False),
+        ((1400, 2, 99, 280, 40), True),
+        ((1400, 1, 99, 280, 41), True),
+        ((1400, 1, 99, -280, 40), True),
+        ((0, 1, 99, 280, 40), True),
+        ((1400, 1, 99, 40, 200), True),
+        ((1400, 1, 99, 304, 40), True),
+    ):
+        assert not reads(strides, extents, aligned)
+
+
+def test_refusals_say_why() -> None:
+    geometry = geometry_of(case((2, 18, 3, 9, 17), 9, 3, stride=2, padding=1))
+    for dtype, device, reason in (
+        ("float16", Device(100, 148, SHARED_BYTES), "needs compute capability 9.0, the device has 10.0"),
+        ("float64", Device(90, 132, SHARED_BYTES), "in float16 and bfloat16, not in float64"),
+        ("float16", Device(90, 132, 1024), "no box with what its taps reach"),
+    ):
+        refusal = plan_weight_gradient_tma(geometry, dtype, layout_of(geometry), None, device)
+        assert isinstance(refusal, Refusal)
+        assert reason in refusal.reason
+    for problem, precision, dtype, reason in (
+        (case((2, 18, 3, 9, 17), 9, 3), "tf32", "float32", "not in tf32"),
+        (case((8, 48, 96, 96, 96), 24, 3), None, "float16", "turned arrays take"),
+        (case((2, 64, 64), 64, 20, 9), None, "float16", "no box"),
+        (case((0, 64, 9, 8), 64, 3), None, "float16", "nothing to copy"),
+        (case((2, 24, 9, 8), 36, 3, groups=3), None, "float16", "groups have 8 and 12"),
+        (case((2, 16384, 8), 8192, 3), None, "float16", "has room for"),
+    ):
+        geometry = geometry_of(problem)
+        refusal = plan_weight_gradient_tma(geometry, dtype, layout_of(geometry), precision, DEVICES[90])
+        assert isinstance(refusal, Refusal), refusal
+        assert reason in refusal.reason
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_hold_maps_of_the_addresses_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made anew only where an address is another one, and for each thread."""
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cuconvt import launch
+
+    made: list[tuple[int, ...]] = []
+
+    def encode(
+        to: Any, dtype: int, rank: int, address: Any, extents: Any, strides: Any, box: Any, steps: Any, *options: int
+    ) -> int:
+        assert to.value % 64 == 0
+        ctypes.memset(to, 0, 128)
+        ctypes.c_uint64.from_address(to.value).value = address.value
+        numbers = [ctypes.c_uint32.from_address(array.value + 4 * i).value for array in (box, steps) for i in range(5)]
+        made.append((dtype, rank, address.value, *numbers, *options))
+        return 0
+
+    monkeypatch.setattr(launch, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=encode))
+    x, y = (
+        TensorMap.of("bfloat16", (2, 64, 4, 5, 6), (7680, 1, 1920, 384, 64), (1, 2, 8), steps)
+        for steps in ((1, 1, 1), (1, 2, 3))
+    )
+    last = (ctypes.c_uint64 * 1)(77)
+    arguments = launch._MappedArguments((x, y), 4, ctypes.addressof(last))
+
+    def read() -> list[int]:
+        places = [ctypes.c_uint64.from_address(arguments.address + 8 * i).value for i in range(5)]
+        return [ctypes.c_uint64.from_address(place).value for place in places]
+
+    arguments.fill(16, 32, 5, 6)
+    assert read() == [16, 32, 5, 6, 77]
+    arguments.fill(16, 48, 7, 8)
+    assert read() == [16, 48, 7, 8, 77]
+    assert [of_map[2] for of_map in made] == [16, 32, 48]
+    assert made[1] == (9, 5, 32, 64, 22, 3, 1, 1, 1, 3, 2, 1, 1, 0, 3, 2, 0)
+    other = threading.Thread(target=lambda: (arguments.fill(16, 48, 9, 10), made.append(tuple(read()))))
+    other.start()
+    other.join()
+    assert made[-1] == (16, 48, 9, 10, 77)
+    assert len(made) == 6
+    assert read() == [16, 48, 7, 8, 77]
