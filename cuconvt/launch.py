@@ -15,7 +15,7 @@ import numpy as np
 from cupy import ndarray
 from cupy_backends.cuda.api.driver import check_status, launchKernel
 
-from cuconvt.tensor_map import CHANNELS, TensorMap
+from cuconvt.tensor_map import TensorMap
 
 EARLY = 6, 1  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and its value: allowed
 EARLY_DRIVER = 12030  # from which on CUDA graphs hold such launches
@@ -207,17 +207,18 @@ MAP_BYTES = 128  # of a CUtensorMap, which is aligned to 64
 
 def _encoder(tensor_map: TensorMap, place: int) -> Callable[[int], None]:
     """Return a function that writes a map of an array at some address to a place."""
-    types = {"float16": 6, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_...
-    no_interleave, swizzle_128, promote_128, zeros = 0, 3, 2, 0
+    types = {"float16": 6, "bfloat16": 9, "tf32": 11}  # CU_TENSOR_MAP_DATA_TYPE_...
+    swizzles = {32: 1, 64: 2, 128: 3}  # by bytes of a row: CU_TENSOR_MAP_SWIZZLE_32B, ...
+    no_interleave, promote_128, zeros = 0, 2, 0
     rank = len(tensor_map.extents)
     arrays = (
         (ctypes.c_uint64 * rank)(*tensor_map.extents),
         (ctypes.c_uint64 * (rank - 1))(*tensor_map.strides),
-        (ctypes.c_uint32 * rank)(CHANNELS, *tensor_map.spans, 1),
+        (ctypes.c_uint32 * rank)(tensor_map.channels, *tensor_map.spans, 1),
         (ctypes.c_uint32 * rank)(1, *tensor_map.steps, 1),
     )
     references = tuple(ctypes.c_void_p(ctypes.addressof(array)) for array in arrays)
-    to, options = ctypes.c_void_p(place), (no_interleave, swizzle_128, promote_128, zeros)
+    to, options = ctypes.c_void_p(place), (no_interleave, swizzles[tensor_map.row_bytes], promote_128, zeros)
     function = _driver().cuTensorMapEncodeTiled
 
     def encode(address: int, arrays: Any = arrays) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 Ints = tuple[int, ...]
 
-CHANNELS = 64  # of a box
+CHANNELS = 64  # of a box of 16-bit elements, in rows of 128 bytes
 ITEMSIZE = 2
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "tf32": 4}  # tf32: float32, which copies round
 MAX_BOX = 256  # elements along an axis, those between included
 MAX_STEP = 8
 MAX_STRIDE = 2**40  # bytes
@@ -16,11 +17,12 @@ STRIDE_BYTES = 16  # what strides are multiples of
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A channels-last array of 16-bit elements and the boxes that are copied: 64 channels of some positions.
+    """A channels-last array and the boxes that are copied: channels of some positions.
 
     Attributes
     ----------
     dtype : str
+        Of `ITEMSIZES`.
     extents : tuple of 5 int
         Channels, W, H, D, N.
     strides : tuple of 4 int
@@ -29,6 +31,8 @@ class TensorMap:
         Elements along W, H, D that are copied.
     steps : tuple of 3 int
         How far these are apart.
+    channels : int
+        Of a box, whose 32, 64 or 128 bytes are a row that is swizzled.
     """
 
     dtype: str
@@ -36,18 +40,25 @@ class TensorMap:
     strides: Ints
     box: Ints
     steps: Ints
+    channels: int = CHANNELS
 
     @classmethod
-    def of(cls, dtype: str, extents: Ints, strides: Ints, box: Ints, steps: Ints) -> TensorMap:
+    def of(cls, dtype: str, extents: Ints, strides: Ints, box: Ints, steps: Ints, copied: int = CHANNELS) -> TensorMap:
         """Make a map of an array with extents and strides, in elements, of N, channels, D, H, W."""
         n, channels, *spatial = extents
         of_n, _, *of_axes = strides
-        found, least = [], -(-ITEMSIZE * channels // STRIDE_BYTES) * STRIDE_BYTES
+        itemsize = ITEMSIZES[dtype]
+        found, least = [], -(-itemsize * channels // STRIDE_BYTES) * STRIDE_BYTES
         for extent, stride in zip((*reversed(spatial), n), (*reversed(of_axes), of_n), strict=True):
             # Nothing is read at a stride of one element; it gets the one that follows from those before.
-            found.append(ITEMSIZE * stride if extent > 1 else least)
+            found.append(itemsize * stride if extent > 1 else least)
             least = found[-1] * extent
-        return cls(dtype, (channels, *reversed(spatial), n), tuple(found), tuple(reversed(box)), tuple(reversed(steps)))
+        all_extents = (channels, *reversed(spatial), n)
+        return cls(dtype, all_extents, tuple(found), tuple(reversed(box)), tuple(reversed(steps)), copied)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.channels * ITEMSIZES[self.dtype]
 
     @property
     def spans(self) -> Ints:
@@ -55,11 +66,11 @@ class TensorMap:
         return tuple((count - 1) * step + 1 for count, step in zip(self.box, self.steps, strict=True))
 
 
-def reads(strides: Ints, extents: Ints, aligned: bool) -> bool:
+def reads(strides: Ints, extents: Ints, aligned: bool, itemsize: int = ITEMSIZE) -> bool:
     """Whether such copies read an array as it is: strides and extents, in elements, of N, channels, D, H, W."""
     n, _, d, h, w = strides
     others = [
-        ITEMSIZE * stride
+        itemsize * stride
         for stride, extent in zip((w, h, d, n), (extents[4], extents[3], extents[2], extents[0]), strict=True)
         if extent > 1
     ]

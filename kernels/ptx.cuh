@@ -217,6 +217,15 @@ __device__ __forceinline__ Operand describe_swizzled(const void* shared, unsigne
     return {address >> 4 | group_bytes >> 4 << 16, run_bytes >> 4 | 1u << 30};
 }
 
+// Of rows of 32, 64 or 128 bytes, each one row of A or column of B and so many places along K, in the swizzle of that width: of
+// 128 bytes as above, of 64 the piece is i ^ row / 2 % 4, of 32 i ^ row / 4 % 2. Eight rows follow each other, the next eight begin
+// `eight` rows further. It may start at any row, and at any 32 bytes of it.
+template <int ROW_BYTES> __device__ __forceinline__ Operand describe_rows(const void* shared, int eight) {
+    static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "a swizzle");
+    const unsigned address = (unsigned)__cvta_generic_to_shared(shared), swizzle = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
+    return {address >> 4 | 1u << 16, (unsigned)(eight * ROW_BYTES) >> 4 | swizzle << 30};
+}
+
 // A value that all lanes of a warp have, in a register of the warp. Descriptors have to be in such registers: what is added to
 // one that is so takes an instruction, while any other has to be moved there, half by half.
 __device__ __forceinline__ unsigned of_warp(unsigned value) {

@@ -27,7 +27,7 @@ from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_THREADS, sum_blocks
 from cuconvt.plan_weight_gradient_tma import TURN_THREADS
-from cuconvt.tensor_map import CHANNELS, TensorMap
+from cuconvt.tensor_map import ITEMSIZES, TensorMap
 
 
 class HostGradients:
@@ -68,13 +68,15 @@ class HostGradients:
             arrays = [Argument.array("weight", INPUT, weight), Argument.array("packed", OUTPUT, packed)]
             self._launch(plan, f"{plan.kernel}_pack", grid, PACK_BLOCK, 0, arrays)
             weight, role = packed, OF_KERNEL_BEFORE
+        read = Argument.array("y", INPUT, y)
         arrays = [
-            Argument.array("y", INPUT, y),
+            boxes_of(plan.maps[0], 5, "y") if plan.maps else read,
             Argument.array("weight", role, weight),
             Argument("bias", ABSENT) if bias is None else Argument.array("bias", INPUT, bias),
             Argument.array("out", OUTPUT, out),
         ]
-        self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays)
+        behind = [read] if plan.maps else []
+        self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, behind)
 
     def weight_gradient(self, x: Any, y: Any, geometry: Geometry, out: Any) -> None:
         plan = self._plan(geometry, x.dtype.name, Layout.of(x, out, None, y))
@@ -172,8 +174,8 @@ def share_of(plan: Plan) -> tma.Share:
 def boxes_of(tensor_map: TensorMap, array: int, name: str) -> Argument:
     """Return what the host takes in place of a tensor map, of the array that is this one of the arguments."""
     m = tensor_map
-    numbers = (array, *m.extents, 2, *m.strides, CHANNELS, *m.spans, 1, 1, *m.steps, 1)
-    return Argument(f"map of {name}", BOXES, struct.pack("21q", *numbers))
+    elements = (*m.extents, ITEMSIZES[m.dtype], *m.strides, m.channels, *m.spans, 1, 1, *m.steps, 1)
+    return Argument(f"map of {name}", BOXES, struct.pack("21q", array, *elements))
 
 
 @contextmanager

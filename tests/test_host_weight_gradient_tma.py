@@ -208,7 +208,7 @@ FAULTS = {
     "no next row": ("w = 0, x += steps.x_row, y += steps.y_row;", "w = 0, x += steps.x_row;", VALUES + "|" + UNWRITTEN),
     "a box without the padding": ("DILATION_W - (int)p.pad[2]", "DILATION_W", VALUES),
     "the next channels": ("x_channel + i * GROUP", "x_channel + i * GROUP + 8", VALUES),
-    "channels that no copy starts at": ("x_channel + i * GROUP", "x_channel + i * GROUP + 4", "no multiple of 8"),
+    "channels that no copy starts at": ("x_channel + i * GROUP", "x_channel + i * GROUP + 4", "not a multiple of 16"),
     "bytes that nobody announced": (
         "(unsigned)box.copied()",
         "(unsigned)box.copied() - 128u",

@@ -185,16 +185,17 @@ void copy_bulk(void* shared, const void* global, uint32_t bytes, const void* bar
 void copy_box(void* shared, const Boxes& boxes, const BoxStart& start, const void* barrier) {
     MBarrier& b = usable(barrier);
     const uint32_t to = shared_address(shared);
-    uint64_t bytes = 2;
+    const int64_t itemsize = boxes.strides[0], row_bytes = boxes.box[0] * itemsize;
+    uint64_t bytes = (uint64_t)itemsize;
     for (int axis = 0; axis < 5; ++axis) {
         const int64_t box = boxes.box[axis], step = boxes.steps[axis];
         if (box < 1 || box > 256 || step < 1 || step > 8) fail("a box of %d elements, of which every %d-th is copied", (int)box, (int)step);
-        if (axis ? boxes.strides[axis] % 16 : boxes.strides[0] != 2) fail("an array with strides that copies of boxes cannot take");
+        if (axis ? boxes.strides[axis] % 16 : itemsize != 2 && itemsize != 4) fail("an array with strides that copies of boxes cannot take");
         bytes *= (uint64_t)((box + step - 1) / step);
     }
-    if (boxes.box[0] != 64 || boxes.steps[0] != 1) fail("a box of other than 64 channels");
-    if (start.at[0] % 8) fail("a box from channel %d on, which is no multiple of 8", (int)start.at[0]);
-    if (boxes.address % 16 || to % 1024) fail("a box from a misaligned address, or to one: %s", shared_name(to).c_str());
+    if ((row_bytes != 32 && row_bytes != 64 && row_bytes != 128) || boxes.steps[0] != 1) fail("a box of rows that are not swizzled");
+    if (start.at[0] * itemsize % 16) fail("a box from channel %d on, which is not a multiple of 16 bytes", (int)start.at[0]);
+    if (boxes.address % 16 || to % (8 * row_bytes)) fail("a box from a misaligned address, or to one: %s", shared_name(to).c_str());
     b.last_copy = epochs[actor_of(b)] = b.first_epoch + (int32_t)b.phase + 1;
     b.copies.push_back({to, (uint32_t)bytes, nullptr, std::vector<unsigned char>(bytes)});
     begin_box_copy(to, boxes, start, b.copies.back().elements.data(), (uint32_t)bytes, actor_of(b), b.last_copy);

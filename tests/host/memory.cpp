@@ -349,28 +349,40 @@ void begin_bulk_copy(uint32_t to, const void* from, uint32_t size, unsigned acto
 }
 
 // Pieces of 16 bytes change places within their 128, as bits of these say.
+// What copies do with float32 for tensor cores: to the nearest, of two the even one.
+static void round_to_tf32(unsigned char* element) {
+    uint32_t bits;
+    memcpy(&bits, element, 4);
+    if ((bits & 0x7f800000u) != 0x7f800000u) bits += 0xfffu + (bits >> 13 & 1);
+    bits &= 0xffffe000u;
+    memcpy(element, &bits, 4);
+}
+
 void begin_box_copy(uint32_t to, const Boxes& boxes, const BoxStart& start, unsigned char* elements, uint32_t size, unsigned actor,
                     int32_t epoch) {
     int64_t count[5];
     for (int axis = 0; axis < 5; ++axis) count[axis] = (boxes.box[axis] + boxes.steps[axis] - 1) / boxes.steps[axis];
-    for (uint32_t at = 0; at < size; at += 2) {
-        int64_t rest = at / 128;
-        uint64_t from = boxes.address + (uint64_t)((start.at[0] + at % 128 / 2) * boxes.strides[0]);
-        bool inside = start.at[0] + at % 128 / 2 >= 0 && start.at[0] + at % 128 / 2 < boxes.extents[0];
+    const uint32_t itemsize = (uint32_t)boxes.strides[0], row_bytes = (uint32_t)boxes.box[0] * itemsize;
+    for (uint32_t at = 0; at < size; at += itemsize) {
+        int64_t rest = at / row_bytes;
+        const int64_t channel = start.at[0] + at % row_bytes / itemsize;
+        uint64_t from = boxes.address + (uint64_t)(channel * boxes.strides[0]);
+        bool inside = channel >= 0 && channel < boxes.extents[0];
         for (int axis = 1; axis < 5; ++axis) {
             const int64_t place = start.at[axis] + rest % count[axis] * boxes.steps[axis];
             rest /= count[axis];
             inside &= place >= 0 && place < boxes.extents[axis];
             from += (uint64_t)(place * boxes.strides[axis]);
         }
-        unsigned char* const element = elements + ((at & ~0x7fu) | ((at & 0x7fu) ^ ((to + at) >> 3 & 0x70u)));
+        unsigned char* const element = elements + (swizzled(to + at, row_bytes) - to);
         if (!inside) {
-            element[0] = element[1] = 0;
+            memset(element, 0, itemsize);
             continue;
         }
-        const bool sound = check((uintptr_t)from, 2, false);
-        if (!sound && __asan_region_is_poisoned((void*)from, 2)) fail("a copy of a box reads past an array");
-        memcpy(element, (const void*)from, 2);
+        const bool sound = check((uintptr_t)from, itemsize, false);
+        if (!sound && __asan_region_is_poisoned((void*)from, itemsize)) fail("a copy of a box reads past an array");
+        memcpy(element, (const void*)from, itemsize);
+        if (itemsize == 4) round_to_tf32(element);
     }
     begin_copy(to, size, actor, epoch);
 }

@@ -180,6 +180,14 @@ inline Operand describe_swizzled(const void* shared, unsigned run_bytes, unsigne
     }
     return {address >> 4 | group_bytes >> 4 << 16, run_bytes >> 4 | 1u << 30};
 }
+template <int ROW_BYTES> inline Operand describe_rows(const void* shared, int eight) {
+    static_assert(ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "a swizzle");
+    const unsigned address = shared_address(shared), apart = (unsigned)(eight * ROW_BYTES);
+    if (address % 32 || eight < 0 || (address | apart) >> 18) {
+        host::fail("describes swizzled rows at address %u, %d rows apart", address, eight);
+    }
+    return {address >> 4 | 1u << 16, apart >> 4 | (ROW_BYTES == 128 ? 1u : ROW_BYTES == 64 ? 2u : 3u) << 30};
+}
 inline Operand operator+(Operand operand, int pieces) { return {operand.low + (unsigned)pieces, operand.high}; }
 
 // Values that differ make the threads issue different wgmma, which is an error.

@@ -91,13 +91,19 @@ Issuer issuers[MAX_THREADS];
 
 // ---- operands ------------------------------------------------------------------------------------------------------
 
-constexpr uint64_t SWIZZLED = 1ull << 62;  // rows of 128 bytes, whose pieces are stored where bits of the address say
+constexpr uint64_t SWIZZLE = 3ull << 62;  // rows whose pieces are stored where bits of the address say
 
 // The 16 bytes of a row (of A, or column of B) and a piece of K. Transposed, those of the group of eight rows that `row` is of,
-// at place row % 8 of the eight along K that `piece` counts: of all rows and pieces, the addresses are the same.
-uint32_t address_of(uint64_t descriptor, int row, int piece) {
+// at place row % 8 of the eight along K that `piece` counts: of all rows and pieces, the addresses are the same, but for swizzles.
+uint32_t address_of(uint64_t descriptor, int row, int piece, bool transposed) {
     const auto field = [=](int shift) { return (uint32_t)(descriptor >> shift & 0x3fff) << 4; };
-    if (descriptor & SWIZZLED) {
+    const int swizzle = (int)(descriptor >> 62);
+    if (swizzle && !transposed) {
+        const uint32_t row_bytes = 256u >> swizzle;  // 128, 64, 32
+        const uint32_t place = field(0) + (uint32_t)(row / 8) * field(32) + (uint32_t)(row % 8) * row_bytes + (uint32_t)piece * 16;
+        return swizzled(place, row_bytes);
+    }
+    if (swizzle) {
         const uint32_t place = field(0) + (uint32_t)(row / 64) * field(16) + (uint32_t)piece * field(32) + (uint32_t)(row % 8) * 128;
         return place + ((uint32_t)row / 8 % 8 ^ (place >> 7 & 7)) * 16;
     }
@@ -105,12 +111,14 @@ uint32_t address_of(uint64_t descriptor, int row, int piece) {
 }
 
 void check_operand(uint64_t descriptor, int rows, bool transposed, unsigned warpgroup, int32_t epoch) {
-    if (descriptor & SWIZZLED && (!transposed || descriptor & 7)) fail("swizzled rows of an operand that is not transposed, or misaligned");
-    if (descriptor & ~(SWIZZLED | 0x00003fff3fff3fffull)) {
+    const int swizzle = (int)(descriptor >> 62);
+    if (swizzle && transposed && (swizzle != 1 || descriptor & 7)) fail("swizzled rows of a transposed operand that are not of 128 bytes, or misaligned");
+    if (swizzle && !transposed && descriptor & 1) fail("a swizzled row from its middle on");
+    if (descriptor & ~(SWIZZLE | 0x00003fff3fff3fffull)) {
         fail("a descriptor with other bits than describe() sets: %016llx", (unsigned long long)descriptor);
     }
     for (int row = 0; row < rows; ++row)
-        for (int piece = 0; piece < 2; ++piece) read_by_wgmma(address_of(descriptor, row, piece), warpgroup, epoch);
+        for (int piece = 0; piece < 2; ++piece) read_by_wgmma(address_of(descriptor, row, piece, transposed), warpgroup, epoch);
 }
 
 // to[row / 8][k][row % 8], for whole groups of eight rows.
@@ -119,7 +127,7 @@ void load(double* to, uint64_t descriptor, int rows, Operands operands) {
     for (int row = 0; row < rows; ++row) {
         for (int piece = 0; piece < 2; ++piece) {
             uint32_t words[4];
-            memcpy(words, shared_at(address_of(descriptor, row, piece)), sizeof words);
+            memcpy(words, shared_at(address_of(descriptor, row, piece, false)), sizeof words);
             for (int i = 0; i < depth / 2; ++i) {
                 const int k = piece * (depth / 2) + i;
                 to[(row / 8 * depth + k) * 8 + row % 8] = widen(words[i / packed], i % packed, operands);
@@ -133,7 +141,7 @@ void load_transposed(double* to, uint64_t descriptor, int rows, Operands operand
     for (int group = 0; group < rows / 8; ++group) {
         for (int k = 0; k < 16; ++k) {
             uint32_t words[4];
-            memcpy(words, shared_at(address_of(descriptor, group * 8 + k % 8, k / 8)), sizeof words);
+            memcpy(words, shared_at(address_of(descriptor, group * 8 + k % 8, k / 8, true)), sizeof words);
             for (int i = 0; i < 8; ++i) to[(group * 16 + k) * 8 + i] = widen(words[i / 2], i % 2, operands);
         }
     }
