@@ -115,7 +115,7 @@ def prepare(plan: Plan, device: Device) -> Launch:
     kernel = load(plan, plan.kernel, device)
     early = pack is not None and can_start_early(device.compute_capability)
     return Launch(
-        kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4, early=early),
+        kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4, early=early, maps=plan.maps),
         pack=pack,
         packed_bytes=4 * plan.packed_words,
     )

@@ -25,6 +25,7 @@ from cuconvt.plan import (
     problem_parameters,
     refuse_steps,
     refuse_tensor_cores,
+    round_up,
     weight_strides,
 )
 from cuconvt.plan_correlate import reads_need_64_bits
@@ -41,6 +42,8 @@ from cuconvt.plan_phase_wgmma import (
     Box,
     Shape,
 )
+from cuconvt.plan_turned import turned
+from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, TensorMap, reads
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor. What is under
 # way from memory is often the bound: stagers have what the workers of a tile do not need, and more than in
@@ -53,6 +56,10 @@ REGISTERS = {
     (1, 2, 2): ((112, 64),),
     (1, 1, 3): ((96, 64),),
 }
+# The same where bulk tensor copies bring x: two threads stage.
+REGISTERS_OF_BOXED = {(2, 1, 1): ((232, 40),), (1, 1, 2): ((216, 40),), (3, 1, 1): ((152, 40),)}
+MAX_REACHED = 2**30  # positions that they count, with those of a box beyond the last
+SWIZZLED = 1024  # bytes after which a swizzle repeats
 ALL_REGISTERS = 65536  # of a multiprocessor
 BESIDE_SUMS = 28  # registers that a wgmma's sums leave, or ptxas refuses it: of those that a thread starts with
 MAX_CLASSES = (4, 4, 8)  # along D, H, W: bits of an item
@@ -68,6 +75,17 @@ INSTRUCTIONS_A_CLOCK = 0.83
 OVERLAP = 0.35  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS, CHUNK_CLOCKS = 870, 570  # in which a block waits: for a box, and for a chunk of channels
 DEEP = 0.49  # of the waits for chunks are left where four of them are staged ahead
+# The same where bulk tensor copies bring x, fitted to 180 tiles' times for 12 problems (12% rms).
+COPIED_BYTES_A_CLOCK, COPIED_ROW_CLOCKS = 250, 1.75  # a row takes as long, besides its bytes
+BOXED_MEMORY_BYTES_A_CLOCK, BOXED_WEIGHTS_A_CLOCK = 21, 107
+BOXED_OVERLAP, BOXED_CHUNK_CLOCKS = 0.2, 300
+# Positions for each multiprocessor, of layers with many channels and of others, without a stride and with one.
+BOXED_POSITIONS = {True: (410, 5000), False: (100, POSITIONS)}
+BOXED_TURNS = 0.95  # without a stride, of the estimated time where workers take turns
+# The cost that is compared with other kernels': without a stride; with one, where it was faster than they wherever it
+# was measured; and with fewer channels of the result than were measured.
+BOXED_COMPARED, MEASURED_CHANNELS = (1.15, 0.6, 1.35), 32
+FEWEST_TURNED = 40  # channels of the result: with fewer, phase_wgmma merges taps and takes 0.4 to 0.8 times as long
 BATCH_CLOCKS = 1180  # in which a thread loads a batch and stores it
 ALONE = {1: 1.15, 3: 1.3}  # by products: times as long as by two workers
 OTHERS = 0.65  # the other kernels' estimates are as much more optimistic, beyond what the forward's are
@@ -87,6 +105,7 @@ class Tile(phase_wgmma.Tile):
 
     classes: int = 1  # along W that are staged at a time
     slot_classes: int = 1  # of these, how many have their weights in one slot
+    boxed: bool = False  # whether bulk tensor copies bring x
 
     @property
     def class_steps(self) -> int:
@@ -109,6 +128,42 @@ def plan_correlate_wgmma(
         return Refusal("correlate_wgmma", reason)
     tile, cost = choice
     return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
+
+
+def plan_turned_correlate_wgmma(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
+) -> Plan | Refusal:
+    """Propose it for a transposed convolution of stride 1, which is a correlation too, where copies bring x."""
+    correlation = turned(geometry, layout)
+    if correlation is None:
+        return Refusal("correlate_wgmma", "needs a stride of 1, and no more padding than taps reach")
+    if reason := _refuse(correlation[0], dtype, precision, device):
+        return Refusal("correlate_wgmma", reason)
+    if geometry.c_out_per_group < FEWEST_TURNED:
+        return Refusal("correlate_wgmma", f"serves at least {FEWEST_TURNED} channels of a group's result")
+    if not Work(*as_read(*correlation), dtype, precision).shape.boxes:
+        return Refusal("correlate_wgmma", "bulk tensor copies cannot bring x")
+    plan = plan_correlate_wgmma(correlation[0], dtype, correlation[1], precision, device, tile)
+    if isinstance(plan, Plan) and not plan.maps:
+        return Refusal("correlate_wgmma", "no box that bulk tensor copies bring has the least estimated time")
+    return plan
+
+
+def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
+    """Yield a plan of such a transposed convolution for every tile that fits, among them the one that is proposed."""
+    correlation = turned(geometry, layout)
+    if isinstance(plan_turned_correlate_wgmma(geometry, dtype, layout, precision, device), Refusal):
+        return
+    assert correlation is not None
+    work = Work(*as_read(*correlation), dtype, precision)
+    for tile in tiles(work):
+        cost = work.typical_cost(tile, device) if tile.boxed else None
+        if cost is None:
+            continue
+        longer = phase_wgmma.with_longer_ring(work, tile, cost, device)
+        plan = plan_tile(correlation[0], dtype, correlation[1], precision, device, longer, cost)
+        if isinstance(plan, Plan):
+            yield plan
 
 
 def as_read(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
@@ -136,6 +191,8 @@ def plan_tile(
     """Plan a problem with a given tile."""
     g, read = as_read(geometry, layout)
     work = Work(g, read, dtype, precision)
+    if tile.boxed and not work.shape.boxes:
+        return Refusal("correlate_wgmma", "bulk tensor copies of this tile cannot bring x")
     tiles_c = -(-g.c_out_per_group // (8 * tile.tiles_c))
     times = tiles_c * g.groups * g.n
     box = work.box_of_launch(tile, g.out_extent, times, device)
@@ -147,11 +204,13 @@ def plan_tile(
         return Refusal("correlate_wgmma", f"counts boxes in 31 bits, got {blocks}")
     index64 = reads_need_64_bits(geometry, layout, box.extent)
     x_vector = work.reads_vectors(tile, g, read)
-    own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64}
+    own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64, "BOXED": tile.boxed}
     registers = work.registers(tile)
     if registers is None:
         return Refusal("correlate_wgmma", "the sums of this tile do not fit into registers")
     defines = phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers)
+    unstrided, strided, narrow = BOXED_COMPARED
+    compared = narrow if g.c_out_per_group < MEASURED_CHANNELS else unstrided if max(g.stride) == 1 else strided
     slots = g.groups * tiles_c * work.slots(tile)
     weights = g.groups * tiles_c if tile.resident else 1
     return Plan(
@@ -168,9 +227,10 @@ def plan_tile(
             False,
             work.parameters(tile, box, blocks, g.pad_before[2] if x_vector and not read.x_channels_last else 0),
         ),
-        cost=OTHERS * cost * prod(g.out_extent) * g.groups * g.n,
+        cost=OTHERS * (compared if tile.boxed else 1) * cost * prod(g.out_extent) * g.groups * g.n,
         packed_words=slots * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
+        maps=(work.map_of_x(tile, box, dtype, g, read),) if tile.boxed else (),
         tile=tile,
     )
 
@@ -211,6 +271,7 @@ class Work(phase_wgmma.Work):
             layout.out_channels_last,
             pairs=False,
             late=(0, 0, 0),
+            boxes=precision != "tf32x3" and _are_boxes(g, layout, 4 if dtype == "float32" else 2),
         )
         self._derive()
 
@@ -286,7 +347,7 @@ class Work(phase_wgmma.Work):
         if self.columns(tile) // 2 + BESIDE_SUMS > self.at_start(tile):
             return None
         need = self.accumulators(tile) + self.other_registers(tile)
-        shares = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
+        shares = (REGISTERS_OF_BOXED if _is_boxed(tile) else REGISTERS)[tile.workers, tile.stagers, tile.min_blocks]
         return next((share for share in shares if share[0] >= need), None)
 
     def has_runs(self, tile: Tile) -> bool:
@@ -306,7 +367,32 @@ class Work(phase_wgmma.Work):
     def fits(self, tile: phase_wgmma.Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
+        if _is_boxed(tile) and max(self.map_box(box), default=0) > MAX_BOX:
+            return False
         return box.plane <= MAX_POSITIONS and self.shared_bytes(tile, box, True) <= room
+
+    def map_box(self, box: Box) -> Ints:
+        """Return the elements along D, H, W from the first one that a copy of a box brings to the last one."""
+        return tuple(
+            (e + r - 1) * stride + 1 for e, r, stride in zip(box.extent, self.halo, self.shape.stride, strict=True)
+        )
+
+    def map_of_x(self, tile: Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout) -> TensorMap:
+        extents = (geometry.n, geometry.c_in, *geometry.x_extent)
+        staged = tuple(e + r for e, r in zip(box.extent, self.halo, strict=True))
+        kind = "tf32" if dtype == "float32" else dtype
+        return TensorMap.of(kind, extents, layout.x, staged, self.shape.stride, self.channels(tile))
+
+    def plane(self, tile: phase_wgmma.Tile, positions: int) -> int:
+        return round_up(positions, 8) if _is_boxed(tile) else super().plane(tile, positions)
+
+    def shared_bytes(self, tile: phase_wgmma.Tile, box: Box, index64: bool) -> int:
+        count = super().shared_bytes(tile, box, index64)
+        if not _is_boxed(tile):
+            return count
+        teams = tile.workers // tile.team
+        before = round_up(16 * (teams * tile.x_stages + tile.ring), 128) + tile.ring * self.slot_bytes(tile)
+        return count + round_up(before, SWIZZLED) - before
 
     def _box(
         self, tile: phase_wgmma.Tile, extent: tuple[int, int, int], patches: tuple[int, int], last_row: int
@@ -314,7 +400,7 @@ class Work(phase_wgmma.Work):
         """As for a transposed convolution, with an item more a row: a run may begin before the first position."""
         box = super()._box(tile, extent, patches, last_row)
         d, h, w = (e + r for e, r in zip(extent, self.halo, strict=True))
-        return dataclasses.replace(box, items=d * h * (w + 1))
+        return dataclasses.replace(box, items=0 if _is_boxed(tile) else d * h * (w + 1))
 
     def parameters(self, tile: Tile, box: Box, blocks: int, shift: int) -> Ints:
         """Return the part of ``struct Problem`` that describes a box; `shift` is the padding if x is read by runs."""
@@ -368,6 +454,8 @@ class Work(phase_wgmma.Work):
         turned = 0 if s.out_channels_last else (tile.rows * 8 * tile.tiles_c + outputs) / 32 * self.sums(tile)
         if s.out_channels_last:
             stores = outputs / 32 * (1 if s.itemsize == 4 else 0.75)
+        if tile.boxed:
+            loads = 0.0
         edges = 0.0  # of rows, whole sectors are read
         if not s.x_channels_last:
             edges = SECTOR / (s.itemsize * tile.classes * (box.extent[2] + self.halo[2]))
@@ -377,20 +465,31 @@ class Work(phase_wgmma.Work):
         if tile.workers * tile.min_blocks == 1:  # nobody multiplies while a worker adds up, waits or stores
             tensor *= ALONE[s.products]
         l2 = (staged * apart * (1 + edges) + weights) / L2_BYTES_A_CLOCK
+        if tile.boxed:
+            l2 = staged * (1 / COPIED_BYTES_A_CLOCK + COPIED_ROW_CLOCKS / (32 * tile.class_steps))
+            l2 += weights / BOXED_WEIGHTS_A_CLOCK
         read = positions * prod(self.live) * s.c_in * s.itemsize * (s.stride[2] / self.live[2] if by_elements else 1)
         read *= (1 + edges) / -(-s.c_out // (8 * tile.tiles_c))
-        memory = (read + outputs * s.itemsize) / MEMORY_BYTES_A_CLOCK
+        memory = (read + outputs * s.itemsize) / (BOXED_MEMORY_BYTES_A_CLOCK if tile.boxed else MEMORY_BYTES_A_CLOCK)
         issue = (staged / s.itemsize * (9 if by_elements else 4) + outputs * 12) / 32 / INSTRUCTIONS_A_CLOCK
         # One group of threads stages the boxes of all workers of a block, one batch after the other.
-        staging = stages * self.batches(tile, box) * BATCH_CLOCKS / tile.min_blocks
+        staging = 0.0 if tile.boxed else stages * self.batches(tile, box) * BATCH_CLOCKS / tile.min_blocks
+        if tile.boxed:
+            issue = outputs * 12 / 32 / INSTRUCTIONS_A_CLOCK
         busiest = max(shared, tensor, l2, memory, issue, staging)
         others = shared + tensor + l2 + memory + issue + staging - busiest
-        waits = stages * CHUNK_CLOCKS * (1 if tile.x_stages == 2 else DEEP) + BOX_CLOCKS
+        chunk_clocks, box_clocks, overlap = CHUNK_CLOCKS, BOX_CLOCKS, OVERLAP
+        if tile.boxed:
+            chunk_clocks, box_clocks, overlap = BOXED_CHUNK_CLOCKS, 0, BOXED_OVERLAP
+        waits = stages * chunk_clocks * (1 if tile.x_stages == 2 else DEEP) + box_clocks
         at_once = tile.min_blocks * tile.workers // tile.team  # boxes of a multiprocessor
-        clocks = busiest + OVERLAP * others + waits / at_once
+        clocks = busiest + overlap * others + waits / at_once
         # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
-        share = FEW_POSITIONS if max(s.c_in, s.c_out) >= WIDE else POSITIONS
+        few, many = BOXED_POSITIONS[max(s.stride) == 1] if tile.boxed else (FEW_POSITIONS, POSITIONS)
+        share = few if max(s.c_in, s.c_out) >= WIDE else many
         rounds = share * s.c_out / (tile.rows * 8 * tile.tiles_c * at_once)
+        if tile.boxed and tile.take_turns and max(s.stride) == 1:
+            clocks *= BOXED_TURNS
         return clocks * (1 + 0.5 / rounds)
 
 
@@ -407,8 +506,11 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
     shape = work.shape
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
-    for (workers, stagers, blocks), merge_w, tiles_c, tiles_m, classes, steps, deep in itertools.product(
-        REGISTERS,
+    kinds = [(kind, False) for kind in REGISTERS]
+    if shape.boxes and max(shape.stride) <= MAX_STEP:
+        kinds += [(kind, True) for kind in REGISTERS_OF_BOXED]
+    for ((workers, stagers, blocks), boxed), merge_w, tiles_c, tiles_m, classes, steps, deep in itertools.product(
+        kinds,
         (False, True),
         tiles_of_channels,
         (1, 2, 3, 4, 6, 8),
@@ -418,7 +520,9 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
     ):
         if merge_w and (work.taps[2] == 1 or shape.out_channels_last or tiles_m == 3):
             continue
-        if deep and blocks > 1:
+        if deep and blocks > 1 and not boxed:
+            continue
+        if boxed and merge_w:
             continue
         tile = Tile(
             workers=workers,
@@ -435,8 +539,9 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
             min_blocks=blocks,
             classes=classes,
             slot_classes=classes,
+            boxed=boxed,
         )
-        if steps > 1 and (work.channels(tile) >= 2 * shape.c_in or tile.k_steps > MAX_K_STEPS):
+        if steps > 1 and (work.channels(tile) >= 2 * shape.c_in or (tile.k_steps > MAX_K_STEPS and not boxed)):
             continue
         if work.columns(tile) > MAX_COLUMNS:
             continue
@@ -455,6 +560,20 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
             if workers > 1:
                 yield dataclasses.replace(tile, take_turns=True)
         yield tile
+
+
+def _is_boxed(tile: phase_wgmma.Tile) -> bool:
+    return isinstance(tile, Tile) and tile.boxed
+
+
+def _are_boxes(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
+    """Whether bulk tensor copies can bring x, and nothing of another group, which would meet weights that are zeros."""
+    g = geometry
+    alone = g.groups == 1 or g.c_in_per_group % CHANNELS == 0
+    extents = (g.n, g.c_in, *g.x_extent)
+    reached = max(*extents, *(o * s for o, s in zip(g.out_extent, g.stride, strict=True)))
+    is_counted = min(extents) > 0 and reached < MAX_REACHED
+    return alone and is_counted and layout.x_channels_last and reads(layout.x, extents, layout.x_aligned, itemsize)
 
 
 def _parts_of_classes(work: Work) -> list[int]:

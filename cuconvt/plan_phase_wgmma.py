@@ -389,6 +389,7 @@ class Shape:
     late: Ints  # whether the first outputs of some phase belong to a position one further than those of another
     run: int = 1  # outputs along W of a position that may be written at a time
     plane_step: int = 1  # planes of the result for one that taps reach, of which the others are filled
+    boxes: bool = False  # whether bulk tensor copies can bring x
 
 
 class Work:
@@ -635,10 +636,12 @@ class Work:
         d = 1 if tile.slides else extent[0] + reach[0]
         h, w = extent[1] + reach[1], self.width(tile, extent[2])
         reads = last_row + (reach[0] * h + reach[1]) * w + reach[2] + 1
-        # Neighbouring pieces of a position lie in different banks.
-        units = 2 * tile.k_steps
-        plane = at_residue(max(d * h * w, reads), 8 // min(8, units) % 8, 8)
+        plane = self.plane(tile, max(d * h * w, reads))
         return Box(extent, patches, plane, d * h * (w // 2 + 1 if self.shape.pairs else w))
+
+    def plane(self, tile: Tile, positions: int) -> int:
+        """Return how many places a plane of so many positions has: neighbouring pieces of one lie in other banks."""
+        return at_residue(positions, 8 // min(8, 2 * tile.k_steps) % 8, 8)
 
     def cut_along_d(self, tile: Tile, box: Box, extent: int, columns: int, resident: int) -> Box:
         """Return the box with the extent along D that keeps so many blocks busy with few slices read twice."""

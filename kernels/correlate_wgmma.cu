@@ -15,6 +15,9 @@
 // a thread reads aligned runs of so many elements, each of which goes to another plane. Channels-last x that is aligned for it
 // comes by asynchronous copies, piece by piece.
 //
+// With BOXED, bulk tensor copies bring channels-last x: of each class a box of positions, each a row of 32 to 128 bytes of channels
+// in the swizzle of that width. No thread moves an element, and one names the boxes. A wgmma may start at any row, too.
+//
 // With MERGE_W the taps of a class along W are columns of one wgmma, of the same positions, and their sums are shifted when
 // the result is stored.
 //
@@ -28,6 +31,9 @@
 #ifndef K_STEPS  // pairs of pieces that are staged at a time, of all these classes
 #define K_STEPS 2
 #endif
+#ifndef BOXED  // whether bulk tensor copies bring x
+#define BOXED 0
+#endif
 #include "correlate_box.cuh"
 
 constexpr int LIVE_W = KERNEL_W < AxisW::STEP ? KERNEL_W : AxisW::STEP;
@@ -39,6 +45,12 @@ static_assert(SETS_W == 1 || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNE
 constexpr int CLASS_STEPS = K_STEPS / CLASSES;  // k steps of a class
 constexpr int PIECES = 2 * CLASS_STEPS;  // of channels
 constexpr int CHUNK = PIECES * PIECE;
+
+constexpr int ROW_BYTES = PIECES * 16;  // of a position, with BOXED
+static_assert(!BOXED || (X_CHANNELS_LAST && !MERGE_W && PARTS == 1), "boxes of channels-last x, multiplied as they come");
+static_assert(!BOXED || ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "rows of a swizzle");
+// From a position to the next one, in pieces.
+constexpr int NEXT_ROW = BOXED ? PIECES : 1;
 
 constexpr int REACH_W = (AxisW::MAX_TAPS - 1) * AxisW::HOP;
 
@@ -347,9 +359,9 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[C / 2], int slot, Op
     for (int i = 0; i < PRODUCTS; ++i) {
         if (i >= products_of(slot)) break;
         const Product of = product(slot, i);
-        multiply_add<C>(
-            sum, a + of.tap * AxisW::HOP + ((part_a * CLASSES + of.number) * PIECES + 2 * of.step) * plane,
-            b + (i * PARTS + part_b) * OPERAND, accumulate || i > 0);
+        const int in_class = (part_a * CLASSES + of.number) * PIECES * plane;
+        const int in_row = of.tap * AxisW::HOP * NEXT_ROW + 2 * of.step * (BOXED ? 1 : plane);
+        multiply_add<C>(sum, a + in_row + in_class, b + (i * PARTS + part_b) * OPERAND, accumulate || i > 0);
     }
 }
 
@@ -393,7 +405,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a,
     wgmma_fence();
 #pragma unroll
     for (int tile = 0; tile < TILES_M; ++tile) {
-        multiply_parts<C>(reinterpret_cast<float(&)[C / 2]>(acc.value[0][tile]), slot, a + start[tile], b, plane,
+        multiply_parts<C>(reinterpret_cast<float(&)[C / 2]>(acc.value[0][tile]), slot, a + start[tile] * NEXT_ROW, b, plane,
                           0, 0, true);
     }
     wgmma_commit();
@@ -402,28 +414,59 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a,
 constexpr bool LAGS = true;
 #endif
 
+// ---- boxes of x ------------------------------------------------------------------------------------------------------
+
+// Where the stages begin behind the slots, in pieces: at a multiple of what a swizzle repeats after.
+constexpr int BEFORE_STAGES = BOXED ? round_up(BARRIER_BYTES + RING * SLOT * 16, 1024) / 16 - BARRIER_BYTES / 16 : RING * SLOT;
+
+// By one thread: brings a box of each class of the stages of a block.
+__device__ __forceinline__ void bring_boxes(Ring& ring, Piece* stages, const TensorMap& x, const Problem& p, const Staged& s,
+                                            const Block& b, int chunks) {
+    const int at_d = (int)(b.d * STRIDE_D - (Index)p.pad[0]), at_h = (int)(b.h * STRIDE_H - (Index)p.pad[1]);
+    const int at_w = (int)(b.w * STRIDE_W - (Index)p.pad[2]), channel = (int)(b.group * p.c_in);
+    each_stage<SETS_W>(chunks, [&](int d, int h, int set, int chunk) {
+        Barrier* const full = ring.full + ring.place;
+        ring.wait_until_free();
+        barrier_arrive_expecting(full, (unsigned)(CLASSES * s.d * s.h * s.w * ROW_BYTES));
+#pragma unroll
+        for (int i = 0; i < CLASSES; ++i)
+            copy_box(stages + (ring.place * CLASSES + i) * PIECES * s.plane, &x, channel + chunk * CHUNK,
+                     at_w + (set * CLASSES + i) * DILATION_W, at_h + h * DILATION_H, at_d + d * DILATION_D, (int)b.n, full);
+        ring.next<X_STAGES>();
+    });
+}
+
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+#if BOXED
+    correlate_wgmma(const __grid_constant__ TensorMap x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
+#else
     correlate_wgmma(const Stored* x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
-    extern __shared__ __align__(128) unsigned char shared_bytes[];
+#endif
+    extern __shared__ __align__(BOXED ? 1024 : 128) unsigned char shared_bytes[];
     const Staged s = staged_box(p);
     Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
     Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
-    Piece* const stages = slots + RING * SLOT;
+    Piece* const stages = slots + BEFORE_STAGES;
     Turned* const turned = reinterpret_cast<Turned*>(stages + TEAMS * X_STAGES * PLANES * s.plane);
     Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
     Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
-    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring);
+    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM, BOXED ? 1 : STAGERS);
 #if !OUT_CHANNELS_LAST
     if (threadIdx.x < TEAMS * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
     for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i);
 #endif
     // Rows of no use are read: behind the box, and where a class along D has less of a halo than others.
-    for (int i = threadIdx.x; i < TEAMS * X_STAGES * PLANES * s.plane; i += THREADS) stages[i] = Piece{{0, 0, 0, 0}};
+    // Of boxes, the copies write all but what is behind.
+    constexpr int BOXES = BOXED ? TEAMS * X_STAGES * CLASSES : 1;
+    const int of_box = TEAMS * X_STAGES * PLANES * s.plane / BOXES, written = BOXED ? s.d * s.h * s.w * PIECES : 0;
+#pragma unroll 1
+    for (int box = 0; box < BOXES; ++box)
+        for (int i = written + threadIdx.x; i < of_box; i += THREADS) stages[box * of_box + i] = Piece{{0, 0, 0, 0}};
     publish_shared_writes();
     __syncthreads();
 
@@ -435,9 +478,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int thread = threadIdx.x - WORKER_THREADS - 32;
         if (thread < 0 && lane) return;
         if (thread < 0) wait_for_kernel_before();  // it packs the weights, while x is staged
+        int team = 0;
+#if !BOXED
         const int count = s.d * s.h * s.w;  // of copied positions, at most: rounding or splitting others again is harmless
         UnderWay under_way = {0, 0};
-        int team = 0;
+#endif
         for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
             const Block b = locate(index, p);
             if (thread < 0) {
@@ -447,11 +492,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (RESIDENT) return;
                 continue;
             }
+            Ring ring = x_ring.of_team(team);
+#if BOXED
+            if (thread) return;
+            bring_boxes(ring, stages + team * X_STAGES * PLANES * s.plane, x, p, s, b, chunks);
+#else
             warps_sync(1, STAGERS);  // nobody reads the items of the box before
             find_items(items, p, s, b, thread);
             warps_sync(1, STAGERS);
             const Stored* const from = x + b.n * p.x_stride[0] + b.group * p.c_in * p.x_stride[1];
-            Ring ring = x_ring.of_team(team);
             each_stage<SETS_W>(chunks, [&](int d, int h, int set, int chunk) {
                 ring.wait_until_free();
                 const int stage = team * X_STAGES + ring.place;
@@ -468,13 +517,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
                 ring.next<X_STAGES>();
             });
+#endif
             if (++team == TEAMS) {  // all rings are as far as this one
                 team = 0;
                 x_ring.place = ring.place;
                 x_ring.round = ring.round;
             }
         }
+#if !BOXED
         while (under_way.count > 0) hand_over<0>(under_way, stages, x_ring.full, count, s.plane, thread);
+#endif
         return;
     }
 
@@ -484,8 +536,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     find_starts(start, p, s, tiles);
     const int team = warp / 4 / TEAM;
     x_ring = x_ring.of_team(team);
-    const Operand staged =
-        describe(stages + team * X_STAGES * PLANES * s.plane, s.plane * 16, (patches_w ? s.w : 8) * 16);
+    const Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
+    const int eight = patches_w ? s.w : 8;  // positions from eight rows of A to the next
+#if BOXED
+    const Operand staged = describe_rows<ROW_BYTES>(own, eight);
+#else
+    const Operand staged = describe(own, s.plane * 16, eight * 16);
+#endif
     const Operand weights = describe(slots, COLUMNS * 16, 128);
 
     for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x) {
@@ -513,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     for (int tap_h = 0; tap_h < taps_of<AxisH, KERNEL_H>(h); ++tap_h) {
                         weight_ring.wait_until_full();
                         const Operand a =
-                            box + (tap_d * AxisD::HOP * recomputed(s.h) + tap_h * AxisH::HOP) * recomputed(s.w);
+                            box + (tap_d * AxisD::HOP * recomputed(s.h) + tap_h * AxisH::HOP) * recomputed(s.w) * NEXT_ROW;
                         const Operand b = weights + weight_ring.place * SLOT;
                         if (columns_of(slot) < COLUMNS) {
                             multiply<FEWER_COLUMNS>(acc, slot, a, b, start, s.plane);

@@ -155,11 +155,12 @@ struct Ring {
 };
 
 // By one thread, before the block's barrier. So many threads of a team say that they are done with a stage: one of each warp, or
-// all, if these have read it themselves.
-__device__ __forceinline__ void init_barriers(const Ring& x_ring, const Ring& weight_ring, int readers = 4 * TEAM) {
+// all, if these have read it themselves; and so many that they have filled one.
+__device__ __forceinline__ void init_barriers(const Ring& x_ring, const Ring& weight_ring, int readers = 4 * TEAM,
+                                              int fillers = STAGERS) {
     for (int i = 0; i < TEAMS * X_STAGES; ++i) {
         Barrier* const full = x_ring.of_team(i / X_STAGES).full + i % X_STAGES;
-        barrier_init(full, STAGERS);
+        barrier_init(full, fillers);
         barrier_init(full + X_STAGES, readers);
     }
     for (int i = 0; i < RING; ++i) {

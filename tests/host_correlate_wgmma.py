@@ -60,6 +60,29 @@ def cases() -> dict[str, Case]:
     return found
 
 
+def boxed_cases() -> dict[str, Case]:
+    """Return cases of y that bulk tensor copies bring, by name."""
+    found = {}
+    for index in range(12):
+        choose = random.Random(index)
+        dtype, precision = (("bfloat16", None), ("float32", "tf32"), ("float16", None))[index % 3]
+        rank, tile = 1 + index // 2 % 3, None
+        while tile is None:
+            kernel, dilation = (
+                tuple(choose.randint(1, most) for _ in range(rank)) for most in (LARGEST_KERNEL[rank], 2)
+            )
+            stride = tuple(choose.choice((1, 2, 2, 3)) for _ in range(rank))
+            channels = choose.choice((3, 8, 17, 40)), choose.choice((8, 24, 40, 72))
+            spec = specialisation(kernel, stride, dilation, channels, (choose.random() < 0.7, True))
+            tile = draw_tile(choose, spec, dtype, precision, False, True)
+        if index % 3 == 2:  # weights of these few channels would stay
+            tile = dataclasses.replace(tile, resident=False, take_turns=False, ring=3)
+        device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)
+        this = Case(spec, dtype, precision, device, tile, index64=index % 5 == 4, patches=index % 4 == 3)
+        found[f"boxed-{index}-{precision or dtype}-{rank}d"] = this
+    return found
+
+
 def draw_problem(choose: random.Random, rank: int, x_last: bool, runs: bool) -> Specialisation:
     kernel, dilation = (tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3))
     stride = (*(choose.randint(1, 3) for _ in range(rank - 1)), choose.choice((1, 2, 2, 3, 4)))
@@ -71,19 +94,21 @@ def draw_problem(choose: random.Random, rank: int, x_last: bool, runs: bool) -> 
 
 
 def draw_tile(
-    choose: random.Random, spec: Specialisation, dtype: str, precision: str | None, runs: bool
+    choose: random.Random, spec: Specialisation, dtype: str, precision: str | None, runs: bool, boxed: bool = False
 ) -> wgmma.Tile | None:
     """Draw a tile that fits whatever the extents, if there is one; kinds are drawn first, since some have few tiles."""
-    problem = smallest(spec)
+    problem = smallest(spec, groups=1 if boxed else 2)
     geometry = geometry_of(problem)
     work = wgmma.Work(*wgmma.as_read(geometry, layout_of(spec, problem)), dtype, precision)
     kinds: dict[Any, list[wgmma.Tile]] = {}
     for tile in wgmma.tiles(work):
-        if runs and tile.classes < work.live[2]:
+        if tile.boxed != boxed or (runs and tile.classes < work.live[2]):
             continue
         products = work.products(tile, work.live[2]) * tile.tiles_m * tile.workers
         if products * geometry.kernel[0] * geometry.kernel[1] <= MAX_PRODUCTS:
-            kinds.setdefault((tile.merge_w, tile.resident, tile.take_turns, tile.classes), []).append(tile)
+            kinds.setdefault(
+                (tile.merge_w, tile.resident, tile.take_turns, tile.classes, tile.class_steps if boxed else 0), []
+            ).append(tile)
     for kind in choose.sample(list(kinds.values()), len(kinds)):
         for tile in choose.sample(kind, len(kind)):
             if serves(spec, dtype, precision, tile):
@@ -93,7 +118,7 @@ def draw_tile(
 
 def serves(spec: Specialisation, dtype: str, precision: str | None, tile: wgmma.Tile) -> bool:
     for extent in (LONGEST[len(spec.kernel)], *EXTENTS[len(spec.kernel)]):
-        problem = smallest(spec, extent)
+        problem = smallest(spec, extent, groups=1 if tile.boxed else 2)
         geometry, layout = geometry_of(problem), layout_of(spec, problem)
         device = Device(90, 1, SHARED_BYTES)
         if isinstance(wgmma.plan_tile(geometry, dtype, layout, precision, device, tile), Refusal):
@@ -101,15 +126,17 @@ def serves(spec: Specialisation, dtype: str, precision: str | None, tile: wgmma.
     return True
 
 
-def smallest(spec: Specialisation, extent: Ints | None = None, padding_w: tuple[int, int] = (0, 0)) -> Problem:
+def smallest(
+    spec: Specialisation, extent: Ints | None = None, padding_w: tuple[int, int] = (0, 0), groups: int = 2
+) -> Problem:
     rank = len(spec.kernel)
     return case(
-        (2, 2 * spec.c_in_per_group, *(extent or (1,) * rank)),
-        2 * spec.c_out_per_group,
+        (2, groups * spec.c_in_per_group, *(extent or (1,) * rank)),
+        groups * spec.c_out_per_group,
         spec.kernel,
         spec.stride,
         padding=((0, 0),) * (rank - 1) + (padding_w,),
-        groups=2,
+        groups=groups,
         dilation=spec.dilation,
         has_bias=True,
         x_layout=spec.x_layouts[0],

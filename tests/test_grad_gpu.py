@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, case, place, probl
 from test_gpu import FOR_TENSOR_CORES, LONGEST, PRECISIONS, needs_memory, specialisation
 
 import cuconvt
+from cuconvt.plan import Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -238,6 +240,53 @@ def test_special_values_of_strided_rows(cupy: Any, by_rows: None, name: str, pre
     special_values_land_where_the_definition_puts_them(ROWS[name], precision)
 
 
+# Channels-last y that bulk tensor copies bring, in rows of 32 to 128 bytes.
+LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
+BOXED = {
+    "upsampling": case((2, 64, 9, 17, 24), 32, 3, stride=2, padding=1, output_padding=1, has_bias=True, **LAST),
+    "wide": case((3, 136, 16, 33), 136, 4, stride=2, padding=1, **LAST),
+    "narrow": case((2, 24, 5, 19, 21), 16, 2, stride=2, **LAST),
+    "odd": case((2, 17, 7, 9, 21), 40, (3, 2, 5), stride=(1, 2, 3), padding=1, dilation=(2, 1, 1), **LAST),
+    "one_axis": case((4, 96, 131), 48, 16, stride=8, padding=4, **LAST),
+    "dilated": case((2, 32, 6, 11, 13), 64, 3, stride=2, padding=1, dilation=2, **LAST),
+    "grouped": case((2, 72, 17, 21), 192, 3, stride=2, groups=3, **LAST),
+    "rows_of_x": case((2, 40, 17, 40), 24, 3, stride=2, padding=1, out_layout="channels_last"),
+}
+
+
+@pytest.fixture
+def boxed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plan correlations with one of the tiles for which bulk tensor copies bring y, drawn by a number."""
+    from cuconvt import cuda_gradients, warm
+    from cuconvt import plan_correlate_wgmma as wgmma
+
+    def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
+        work = wgmma.Work(*wgmma.as_read(geometry, layout), dtype, precision)
+        tiles = [tile for tile in wgmma.tiles(work) if tile.boxed]
+        for tile in random.Random(request.param).sample(tiles, len(tiles)):
+            found = wgmma.plan_tile(geometry, dtype, layout, precision, device, tile)
+            if isinstance(found, Plan):
+                return found
+        raise AssertionError("no tile serves")
+
+    memos = cuda_gradients._prepare_correlate, warm._slot
+    with planned_by(plan, cuda_gradients, "make_correlate_plan", *memos):
+        yield
+
+
+@pytest.mark.parametrize("boxed", range(4), indirect=True)
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
+@pytest.mark.parametrize("name", BOXED)
+def test_boxes(cupy: Any, boxed: None, name: str, dtype: str, precision: str | None) -> None:
+    check("input", BOXED[name], dtype, cupy, precision, calls=1)
+
+
+@pytest.mark.parametrize("boxed", range(2), indirect=True)
+@pytest.mark.parametrize("name", ["upsampling", "odd", "one_axis"])
+def test_special_values_of_boxes(cupy: Any, boxed: None, name: str) -> None:
+    special_values_land_where_the_definition_puts_them(BOXED[name], "tf32", "channels_last")
+
+
 # Kernel = stride: rows that are aligned for loads and stores of several elements or not; any number of channels.
 DISJOINT = {
     "upsampling": case((2, 64, 9, 20, 64), 32, 2, stride=2, has_bias=True),
@@ -356,10 +405,15 @@ def test_special_values_land_where_the_definition_puts_them(cupy: Any, fixed: st
     special_values_land_where_the_definition_puts_them(SPECIAL[fixed], precision)
 
 
-def special_values_land_where_the_definition_puts_them(problem: Problem, precision: str | None) -> None:
+def special_values_land_where_the_definition_puts_them(
+    problem: Problem, precision: str | None, layout: str = "contiguous"
+) -> None:
+    import cupy
+
     _, weight, y = arrays_of(problem, "float32")
     y.flat[[0, y.size // 3, y.size // 2, -1]] = np.inf, np.nan, -np.inf, np.inf
-    got = to_numpy(input_gradient(problem, to_gpu(weight), to_gpu(y), precision=precision))
+    placed, _ = place(y, problem.rank, layout, cupy)
+    got = to_numpy(input_gradient(problem, to_gpu(weight), placed, precision=precision))
     with np.errstate(invalid="ignore"):
         expected = direct_input(problem, y, weight)
     for test in (np.isnan, np.isposinf, np.isneginf):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
+from described import geometry_of
 from gradients import check
 from host.build import kernel_sources, why_not
 from host_correlate_wgmma import (
@@ -12,7 +14,9 @@ from host_correlate_wgmma import (
     LONGEST,
     SHARED_BYTES,
     Case,
+    boxed_cases,
     cases,
+    layout_of,
     on_host,
     plan_for,
     read_by_vectors,
@@ -24,12 +28,13 @@ from strategies import Problem
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 from cuconvt.plan import Device
-from cuconvt.plan_correlate_wgmma import Tile
+from cuconvt.plan_correlate_wgmma import Tile, Work, as_read
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 BUDGET = 0.03  # a wgmma of 128 threads takes longer than its products
 CASES = cases()
+BOXED_CASES = boxed_cases()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,6 +53,46 @@ def test_any_geometry(name: str) -> None:
         for operation, problem in alone:
             check(operation, problem, this.dtype, precision=this.precision, calls=1)
         check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
+
+
+@pytest.mark.parametrize("name", BOXED_CASES)
+def test_any_geometry_of_boxes(name: str) -> None:
+    this = BOXED_CASES[name]
+    rank, layouts = len(this.spec.kernel), (this.spec.x_layouts[0], this.spec.out_layouts[0])
+    with on_host(this):
+
+        def alike(problem: Problem) -> None:
+            drawn = dataclasses.replace(problem, x_layout=layouts[0], out_layout=layouts[1])
+            read = as_read(geometry_of(drawn), layout_of(this.spec, drawn))
+            if Work(*read, this.dtype, this.precision).shape.boxes:
+                check("input", drawn, this.dtype, precision=this.precision, calls=1)
+
+        for extent in EXTENTS[rank]:
+            problem = smallest(this.spec, extent, groups=1)
+            check("input", problem, this.dtype, precision=this.precision, calls=1)
+        check_drawn(this.spec, LONGEST[rank], BUDGET, BOXED_CASES, name, alike)
+
+
+def test_every_kind_of_boxed_tile_is_reached() -> None:
+    reached = Counter()
+    for this in BOXED_CASES.values():
+        plan = plan_for(this, smallest(this.spec, EXTENTS[len(this.spec.kernel)][0], groups=1))
+        d = dict(plan.defines)
+        for name in ("RESIDENT", "TAKE_TURNS", "OUT_CHANNELS_LAST", "INDEX64", "WORKERS", "BOXED"):
+            reached[f"{name} {d[name]}"] += 1
+        reached[f"rows of {plan.maps[0].row_bytes} bytes"] += 1
+        reached["classes one by one"] += d["CLASSES"] < min(d["KERNEL_W"], d["STRIDE_W"])
+        reached["classes at once"] += d["CLASSES"] > 1
+        reached["several chunks"] += plan.maps[0].channels < this.spec.c_out_per_group
+        reached["patches"] += any(plan.problem[-8:-6])
+    for kind in (
+        *(f"{name} {value}" for name in ("RESIDENT", "TAKE_TURNS", "OUT_CHANNELS_LAST", "INDEX64") for value in (0, 1)),
+        *(f"WORKERS {value}" for value in (1, 2, 3)),
+        *(f"rows of {count} bytes" for count in (32, 64, 128)),
+        *("classes one by one", "classes at once", "several chunks"),
+    ):
+        assert reached[kind], f"{kind}: {reached}"
+    assert reached["BOXED 1"] == len(BOXED_CASES)
 
 
 def test_every_kind_of_tile_is_reached() -> None:
@@ -94,7 +139,7 @@ def test_every_kind_of_tile_is_reached() -> None:
 
 def faulty_case(tile: Tile, precision: str | None = None, copied: bool = False) -> Case:
     """Return a case with two boxes along every axis, some chunks of channels and classes of two taps and of one."""
-    spec = specialisation((3, 3), (2, 2), (1, 1), (12, 36 if copied else 33), (False, copied))
+    spec = specialisation((3, 3), (2, 2), (1, 1), (12, 40 if copied else 33), (False, copied))
     dtype = "float32" if precision else "bfloat16"
     return Case(spec, dtype, precision, Device(90, 1, SHARED_BYTES), tile)
 
@@ -102,6 +147,11 @@ def faulty_case(tile: Tile, precision: str | None = None, copied: bool = False) 
 PASSING = faulty_case(Tile(1, 1, 1, 2, False, 2, 2, 3, False, False, False, 2, classes=2))
 MERGED = faulty_case(Tile(1, 1, 2, 2, True, 2, 2, 3, False, False, False, 2, classes=2))
 COPIED = faulty_case(Tile(1, 1, 1, 2, False, 2, 4, 3, False, False, False, 2, classes=2), "tf32x3", True)
+BOXED = dataclasses.replace(
+    faulty_case(Tile(2, 1, 1, 2, False, 4, 2, 3, False, False, False, 1, classes=2, boxed=True), copied=True),
+    patches=True,
+)
+FLAT = dataclasses.replace(BOXED, patches=False)
 IN_USE = "with no wait for it|with no barrier in between|a GPU may miss it|arrives at|a bulk copy wrote"
 TOO_EARLY = "before the wait that covers the copy"
 # A replacement in the source, the message of the check that must catch it, and the case.
@@ -116,7 +166,8 @@ FAULTS = {
     "no wait for weights": ("weight_ring.wait_until_full();", "", UNWRITTEN + "|" + IN_USE, PASSING),
     "no wait for a free stage": ("ring.wait_until_free();\n                const int", "const int", IN_USE, PASSING),
     "items of the next box too early": ("warps_sync(1, STAGERS);  // nobody", "// nobody", IN_USE, PASSING),
-    "rows of no use that nobody wrote": ("stages[i] = Piece{{0, 0, 0, 0}};", ";", UNWRITTEN, PASSING),
+    "rows behind boxes that nobody wrote": ("stages[box * of_box + i] = Piece{{0, 0, 0, 0}};", ";", UNWRITTEN, FLAT),
+    "rows of no use that nobody wrote": ("stages[box * of_box + i] = Piece{{0, 0, 0, 0}};", ";", UNWRITTEN, PASSING),
     "a run that begins with another class": (
         "HAS_RUNS ? class_of_run(p) : 0;",
         "0;",
@@ -169,13 +220,43 @@ FAULTS = {
         VALUES,
         COPIED,
     ),
+    "boxes that no worker waits for": ("            x_ring.wait_until_full();\n", "", UNWRITTEN + "|" + IN_USE, BOXED),
+    "no wait for a free stage of boxes": (
+        "        ring.wait_until_free();\n        barrier_arrive_expecting(full",
+        "        barrier_arrive_expecting(full",
+        IN_USE + "|arrivals|in_flight",
+        BOXED,
+    ),
+    "boxes without the padding": (
+        "b.w * STRIDE_W - (Index)p.pad[2]), channel",
+        "b.w * STRIDE_W), channel",
+        VALUES,
+        BOXED,
+    ),
+    "boxes of another class": ("(set * CLASSES + i) * DILATION_W, at_h", "0, at_h", VALUES, BOXED),
+    "boxes of the first channels": ("channel + chunk * CHUNK,", "channel,", VALUES, BOXED),
+    "bytes of boxes that nobody announced": (
+        "(unsigned)(CLASSES * s.d * s.h",
+        "(unsigned)((CLASSES - 1) * s.d * s.h",
+        "bulk copies bring|arrivals of this phase|" + TOO_EARLY,
+        BOXED,
+    ),
+    "a tap one row late": ("of.tap * AxisW::HOP * NEXT_ROW", "(of.tap * AxisW::HOP + 1) * NEXT_ROW", VALUES, BOXED),
+    "eights of rows too near": (
+        "describe_rows<ROW_BYTES>(own, eight)",
+        "describe_rows<ROW_BYTES>(own, 8)",
+        VALUES,
+        BOXED,
+    ),
+    "boxes over the slots": ("? round_up(BARRIER_BYTES + RING", "? round_up(BARRIER_BYTES + 0 * RING", None, BOXED),
     "merged taps that are not shifted": ("NEXT_TAP = SUM_ROWS + AxisW::HOP", "NEXT_TAP = SUM_ROWS", VALUES, MERGED),
 }
 
 
 def run(this: Case, sources: dict[str, str]) -> None:
     with on_host(this, sources):
-        for problem in (smallest(this.spec, (9, 19), (1, 1)), *whole_rows(this)[1:2]):
+        aligned = [] if this.tile.boxed else whole_rows(this)[1:2]
+        for problem in (smallest(this.spec, (9, 19), (1, 1), 1 if this.tile.boxed else 2), *aligned):
             check("input", problem, this.dtype, precision=this.precision)
 
 
@@ -186,6 +267,6 @@ def test_fault_is_caught(name: str) -> None:
         run(this, plant(kernel_sources("correlate_wgmma.cu"), before, after))
 
 
-@pytest.mark.parametrize("this", [PASSING, MERGED, COPIED])
+@pytest.mark.parametrize("this", [PASSING, MERGED, COPIED, BOXED])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this, kernel_sources("correlate_wgmma.cu"))
