@@ -182,6 +182,7 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
     ValueError
         If no kernel can launch the problem; the message lists every refusal.
     """
+    from cuconvt.plan_correlate_wgmma import plan_turned_correlate_wgmma
     from cuconvt.plan_disjoint import plan_disjoint
     from cuconvt.plan_few_channels import plan_few_channels
     from cuconvt.plan_gather import plan_gather
@@ -194,6 +195,7 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
         for family in (
             plan_disjoint,
             plan_phase_wgmma,
+            plan_turned_correlate_wgmma,
             plan_phase_gemm,
             plan_narrow_groups,
             plan_few_channels,

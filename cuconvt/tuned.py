@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cuconvt import (
+    plan_correlate_wgmma,
     plan_disjoint,
     plan_few_channels,
     plan_gather,
@@ -44,6 +45,9 @@ class Family(NamedTuple):
 FAMILIES = {
     "disjoint": Family(plan_disjoint.plan_disjoint, plan_disjoint.candidates, plan_disjoint.Tile),
     "phase_wgmma": Family(plan_phase_wgmma.plan_phase_wgmma, plan_phase_wgmma.candidates, plan_phase_wgmma.Tile),
+    "correlate_wgmma": Family(
+        plan_correlate_wgmma.plan_turned_correlate_wgmma, plan_correlate_wgmma.candidates, plan_correlate_wgmma.Tile
+    ),
     "phase_gemm": Family(plan_phase_gemm.plan_phase_gemm, plan_phase_gemm.candidates, plan_phase_gemm.Tile),
     "narrow_groups": Family(
         plan_narrow_groups.plan_narrow_groups, plan_narrow_groups.candidates, plan_narrow_groups.Tile

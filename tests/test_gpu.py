@@ -214,6 +214,35 @@ def test_planes_that_no_tap_reaches(
     check(FILLED[name], dtype, cupy, precision)
 
 
+# Of stride 1, channels-last x: correlations, for which bulk tensor copies bring x.
+LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
+TURNED = {
+    "kb61": case((2, 48, 9, 17, 20), 48, 3, has_bias=True, **LAST),
+    "wide": case((1, 256, 6, 11, 16), 136, 3, padding=1, has_bias=True, **LAST),
+    "narrow": case((2, 16, 12, 40), 40, (5, 3), padding=(2, 0), **LAST),
+    "one_axis": case((3, 40, 301), 72, 7, padding=3, dilation=2, has_bias=True, **LAST),
+    "one_tap": case((2, 72, 9, 33), 40, 1, **LAST),
+    "grouped": case((2, 128, 9, 33), 96, 3, padding=1, groups=2, has_bias=True, **LAST),
+    "ragged": case((2, 24, 5, 7, 11), 57, (2, 3, 4), padding=((0, 1), (2, 0), (1, 1)), **LAST),
+    "rows_of_the_result": case((2, 64, 12, 40), 48, 3, padding=1, has_bias=True, x_layout="channels_last"),
+}
+
+
+@pytest.fixture
+def by_turned() -> Iterator[None]:
+    from cuconvt import cuda, warm
+    from cuconvt.plan_correlate_wgmma import plan_turned_correlate_wgmma
+
+    with planned_by(plan_turned_correlate_wgmma, cuda, "make_plan", cuda._prepare, warm._slot):
+        yield
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
+@pytest.mark.parametrize("name", TURNED)
+def test_a_stride_of_1_by_boxes(cupy: Any, by_turned: None, name: str, dtype: str, precision: str | None) -> None:
+    check(TURNED[name], dtype, cupy, precision)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("c_out", [3, 6, 12])
 def test_channels_beside_the_result_stay(cupy: Any, c_out: int, dtype: str) -> None:

@@ -32,6 +32,7 @@ ARGUMENTS = {
     "phase_wgmma": ("kb61", "float16", None, 90),
     "phase_gemm": ("kb61", "float32", "tf32x3", 80),
     "narrow_groups": ("kb72", "bfloat16", None, 90),
+    "correlate_wgmma": ("kb61", "bfloat16", None, 90),
     "few_channels": ("depthwise", "float32", "tf32", 90),
     "gather": ("kb73", "float64", None, 86),
 }
@@ -49,6 +50,7 @@ def _empty_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def arguments_of(kernel: str, last: bool = False) -> tuple[Any, ...]:
     name, dtype, precision, arch = ARGUMENTS[kernel]
     geometry = geometry_of(FIXED[name])
+    last |= kernel == "correlate_wgmma"
     return geometry, dtype, layout_of(geometry, last), precision, DEVICES[arch]
 
 
@@ -120,7 +122,13 @@ def test_a_stored_choice_says_why_other_kernels_were_not_chosen() -> None:
     tuned_by, *others = tuned_plan(*arguments).refused
     assert tuned_by.startswith("the planner's few_channels: 2 ms against 0.5 ms")
     assert [line for line in planner.refused if not line.startswith("gather: cost")] == others
-    assert {line.partition(":")[0] for line in others} == {"disjoint", "phase_wgmma", "phase_gemm", "narrow_groups"}
+    assert {line.partition(":")[0] for line in others} == {
+        "disjoint",
+        "phase_wgmma",
+        "correlate_wgmma",
+        "phase_gemm",
+        "narrow_groups",
+    }
 
 
 def test_choices_of_several_problems_live_together() -> None:
