@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, gcd, prod
+from typing import NamedTuple
 
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.geometry import Geometry
@@ -70,18 +71,29 @@ MAX_CHAIN = 6  # products of three parts that a tensor core sums up, where a slo
 # Rates of an H200's multiprocessor, per clock, and more of the estimate, as far as it is another than the forward's:
 # fitted to about 800 tiles' times for 33 problems.
 L2_BYTES_A_CLOCK = 140
-MEMORY_BYTES_A_CLOCK = 11.7
 INSTRUCTIONS_A_CLOCK = 0.83
-OVERLAP = 0.35  # what of the less busy units' time adds to the busiest one's
-BOX_CLOCKS, CHUNK_CLOCKS = 870, 570  # in which a block waits: for a box, and for a chunk of channels
 DEEP = 0.49  # of the waits for chunks are left where four of them are staged ahead
-# The same where bulk tensor copies bring x, fitted to 180 tiles' times for 12 problems (12% rms).
-COPIED_BYTES_A_CLOCK, COPIED_ROW_CLOCKS = 250, 1.75  # a row takes as long, besides its bytes
-BOXED_MEMORY_BYTES_A_CLOCK, BOXED_WEIGHTS_A_CLOCK = 21, 107
-BOXED_OVERLAP, BOXED_CHUNK_CLOCKS = 0.2, 300
-# Positions for each multiprocessor, of layers with many channels and of others, without a stride and with one.
-BOXED_POSITIONS = {True: (410, 5000), False: (100, POSITIONS)}
-BOXED_TURNS = 0.95  # without a stride, of the estimated time where workers take turns
+FEW_POSITIONS = 410  # that a layer of many channels may have for each multiprocessor
+
+
+class Rates(NamedTuple):
+    """What of the estimate depends on how x is staged."""
+
+    memory: float  # bytes a clock
+    overlap: float  # what of the less busy units' time adds to the busiest one's
+    box: float  # clocks in which a block waits: for a box, and for a chunk of channels
+    chunk: float
+    positions: tuple[int, int]  # that a layer of many channels, and another one, may have for each multiprocessor
+
+
+BY_THREADS = Rates(11.7, 0.35, 870, 570, (FEW_POSITIONS, POSITIONS))
+# By bulk tensor copies, fitted to 180 tiles' times for 12 problems with a stride (12% rms); without one, tiles are
+# chosen for launches of more positions, as networks have them.
+BOXED = Rates(21, 0.2, 0, 300, (100, POSITIONS))
+BOXED_UNSTRIDED = BOXED._replace(positions=(410, 5000))
+COPIED_BYTES_A_CLOCK, COPIED_ROW_CLOCKS = 250, 1.75  # of such copies: a row takes as long, besides its bytes
+COPIED_WEIGHTS_A_CLOCK = 107  # bytes beside them
+TURNS = 0.95  # of the estimated time without a stride, where workers take turns
 # The cost that is compared with other kernels': without a stride; with one, where it was faster than they wherever it
 # was measured; and with fewer channels of the result than were measured.
 BOXED_COMPARED, MEASURED_CHANNELS = (1.15, 0.6, 1.35), 32
@@ -96,7 +108,6 @@ TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
     3: ((32, 32, 32), (48, 48, 48), (64, 64, 64), (16, 32, 64)),
 }
 TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), (16, 16, 16), (32, 32, 32), (48, 48, 48))}
-FEW_POSITIONS = 410  # that a layer of many channels may have for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -438,6 +449,9 @@ class Work(phase_wgmma.Work):
         """Estimate a multiprocessor's clocks for one box."""
         assert isinstance(tile, Tile)
         s, columns = self.shape, self.columns(tile)
+        rates = BY_THREADS
+        if tile.boxed:
+            rates = BOXED_UNSTRIDED if max(s.stride) == 1 else BOXED
         rows = s.kernel[0] * s.kernel[1] * -(-s.c_in // self.channels(tile))  # of taps along W
         products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team * s.products
         if tile.merge_w:  # some classes have a tap less
@@ -449,13 +463,12 @@ class Work(phase_wgmma.Work):
         outputs = positions * min(8 * tile.tiles_c, s.c_out)
         by_elements = not s.x_channels_last and not self.has_runs(tile)
         apart = s.stride[2] / tile.classes if by_elements else 1  # of the sectors that are read, one in so many is used
-        loads = staged / 128 * max(apart, 4 / s.itemsize / 2 * (1.5 if by_elements else 1))
+        moved = 0 if tile.boxed else staged  # by threads
+        loads = moved / 128 * max(apart, 4 / s.itemsize / 2 * (1.5 if by_elements else 1))
         stores = outputs / 32 * (1 + 32 / box.extent[2])
         turned = 0 if s.out_channels_last else (tile.rows * 8 * tile.tiles_c + outputs) / 32 * self.sums(tile)
         if s.out_channels_last:
             stores = outputs / 32 * (1 if s.itemsize == 4 else 0.75)
-        if tile.boxed:
-            loads = 0.0
         edges = 0.0  # of rows, whole sectors are read
         if not s.x_channels_last:
             edges = SECTOR / (s.itemsize * tile.classes * (box.extent[2] + self.halo[2]))
@@ -465,31 +478,26 @@ class Work(phase_wgmma.Work):
         if tile.workers * tile.min_blocks == 1:  # nobody multiplies while a worker adds up, waits or stores
             tensor *= ALONE[s.products]
         l2 = (staged * apart * (1 + edges) + weights) / L2_BYTES_A_CLOCK
-        if tile.boxed:
-            l2 = staged * (1 / COPIED_BYTES_A_CLOCK + COPIED_ROW_CLOCKS / (32 * tile.class_steps))
-            l2 += weights / BOXED_WEIGHTS_A_CLOCK
         read = positions * prod(self.live) * s.c_in * s.itemsize * (s.stride[2] / self.live[2] if by_elements else 1)
         read *= (1 + edges) / -(-s.c_out // (8 * tile.tiles_c))
-        memory = (read + outputs * s.itemsize) / (BOXED_MEMORY_BYTES_A_CLOCK if tile.boxed else MEMORY_BYTES_A_CLOCK)
-        issue = (staged / s.itemsize * (9 if by_elements else 4) + outputs * 12) / 32 / INSTRUCTIONS_A_CLOCK
+        memory = (read + outputs * s.itemsize) / rates.memory
+        issue = (moved / s.itemsize * (9 if by_elements else 4) + outputs * 12) / 32 / INSTRUCTIONS_A_CLOCK
         # One group of threads stages the boxes of all workers of a block, one batch after the other.
-        staging = 0.0 if tile.boxed else stages * self.batches(tile, box) * BATCH_CLOCKS / tile.min_blocks
+        staging = stages * self.batches(tile, box) * BATCH_CLOCKS / tile.min_blocks
         if tile.boxed:
-            issue = outputs * 12 / 32 / INSTRUCTIONS_A_CLOCK
+            l2 = staged * (1 / COPIED_BYTES_A_CLOCK + COPIED_ROW_CLOCKS / (32 * tile.class_steps))
+            l2 += weights / COPIED_WEIGHTS_A_CLOCK
+            staging = 0
         busiest = max(shared, tensor, l2, memory, issue, staging)
         others = shared + tensor + l2 + memory + issue + staging - busiest
-        chunk_clocks, box_clocks, overlap = CHUNK_CLOCKS, BOX_CLOCKS, OVERLAP
-        if tile.boxed:
-            chunk_clocks, box_clocks, overlap = BOXED_CHUNK_CLOCKS, 0, BOXED_OVERLAP
-        waits = stages * chunk_clocks * (1 if tile.x_stages == 2 else DEEP) + box_clocks
+        waits = stages * rates.chunk * (1 if tile.x_stages == 2 else DEEP) + rates.box
         at_once = tile.min_blocks * tile.workers // tile.team  # boxes of a multiprocessor
-        clocks = busiest + overlap * others + waits / at_once
-        # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
-        few, many = BOXED_POSITIONS[max(s.stride) == 1] if tile.boxed else (FEW_POSITIONS, POSITIONS)
-        share = few if max(s.c_in, s.c_out) >= WIDE else many
-        rounds = share * s.c_out / (tile.rows * 8 * tile.tiles_c * at_once)
+        clocks = busiest + rates.overlap * others + waits / at_once
         if tile.boxed and tile.take_turns and max(s.stride) == 1:
-            clocks *= BOXED_TURNS
+            clocks *= TURNS
+        # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
+        share = rates.positions[0 if max(s.c_in, s.c_out) >= WIDE else 1]
+        rounds = share * s.c_out / (tile.rows * 8 * tile.tiles_c * at_once)
         return clocks * (1 + 0.5 / rounds)
 
 
@@ -506,9 +514,10 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
     shape = work.shape
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
-    kinds = [(kind, False) for kind in REGISTERS]
-    if shape.boxes and max(shape.stride) <= MAX_STEP:
-        kinds += [(kind, True) for kind in REGISTERS_OF_BOXED]
+    boxed_kinds = [(kind, True) for kind in REGISTERS_OF_BOXED] if shape.boxes and max(shape.stride) <= MAX_STEP else []
+    # Without a stride, boxes have the least estimated time wherever they fit: in all of 1056 problems.
+    alone = boxed_kinds and max(shape.stride) == 1
+    kinds = boxed_kinds if alone else [*((kind, False) for kind in REGISTERS), *boxed_kinds]
     for ((workers, stagers, blocks), boxed), merge_w, tiles_c, tiles_m, classes, steps, deep in itertools.product(
         kinds,
         (False, True),
