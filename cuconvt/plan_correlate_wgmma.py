@@ -87,8 +87,8 @@ class Rates(NamedTuple):
 
 
 BY_THREADS = Rates(11.7, 0.35, 870, 570, (FEW_POSITIONS, POSITIONS))
-# By bulk tensor copies, fitted to 180 tiles' times for 12 problems with a stride (12% rms); without one, tiles are
-# chosen for launches of more positions, as networks have them.
+# By bulk tensor copies: fitted to 180 tiles' times for 12 problems with a stride (12% rms), but for overlap, chunk and
+# positions, which are those that choose the best of these tiles, and of 71 for 11 problems without a stride.
 BOXED = Rates(21, 0.2, 0, 300, (100, POSITIONS))
 BOXED_UNSTRIDED = BOXED._replace(positions=(410, 5000))
 COPIED_BYTES_A_CLOCK, COPIED_ROW_CLOCKS = 250, 1.75  # of such copies: a row takes as long, besides its bytes
