@@ -291,6 +291,8 @@ class Work(phase_wgmma.Work):
         self.compared = phase_wgmma.COMPARED
         s = self.shape
         self.taps = tuple(-(-k // step) for k, step in zip(s.kernel, self.steps, strict=True))  # of a class, at most
+        of_classes = (-(-(s.kernel[2] - first) // self.steps[2]) for first in range(self.live[2]))
+        self.taps_before = tuple(itertools.accumulate(of_classes, initial=0))  # along W, of so many classes
         hops = (d // gcd(st, d) for st, d in zip(s.stride, s.dilation, strict=True))
         self.halo = tuple((taps - 1) * hop for taps, hop in zip(self.taps, hops, strict=True))
 
@@ -313,9 +315,7 @@ class Work(phase_wgmma.Work):
 
     def products(self, tile: Tile, classes: int) -> int:
         """Return the wgmmas of the first so many classes, for a row of taps and 64 rows of A."""
-        kernel, step = self.shape.kernel[2], self.steps[2]
-        taps = sum(1 if tile.merge_w else -(-(kernel - first) // step) for first in range(classes))
-        return taps * tile.class_steps
+        return (classes if tile.merge_w else self.taps_before[classes]) * tile.class_steps
 
     def slot_bytes(self, tile: phase_wgmma.Tile) -> int:
         assert isinstance(tile, Tile)
