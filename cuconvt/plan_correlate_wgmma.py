@@ -44,7 +44,7 @@ from cuconvt.plan_phase_wgmma import (
     Shape,
 )
 from cuconvt.plan_turned import turned
-from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, TensorMap, reads
+from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, TensorMap, reads, spans
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor. What is under
 # way from memory is often the bound: stagers have what the workers of a tile do not need, and more than in
@@ -154,10 +154,7 @@ def plan_turned_correlate_wgmma(
         return Refusal("correlate_wgmma", f"serves at least {FEWEST_TURNED} channels of a group's result")
     if not Work(*as_read(*correlation), dtype, precision).shape.boxes:
         return Refusal("correlate_wgmma", "bulk tensor copies cannot bring x")
-    plan = plan_correlate_wgmma(correlation[0], dtype, correlation[1], precision, device, tile)
-    if isinstance(plan, Plan) and not plan.maps:
-        return Refusal("correlate_wgmma", "no box that bulk tensor copies bring has the least estimated time")
-    return plan
+    return plan_correlate_wgmma(correlation[0], dtype, correlation[1], precision, device, tile)
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
@@ -378,21 +375,17 @@ class Work(phase_wgmma.Work):
     def fits(self, tile: phase_wgmma.Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        if _is_boxed(tile) and max(self.map_box(box), default=0) > MAX_BOX:
+        if _is_boxed(tile) and max(spans(self.staged(box.extent), self.shape.stride)) > MAX_BOX:
             return False
         return box.plane <= MAX_POSITIONS and self.shared_bytes(tile, box, True) <= room
 
-    def map_box(self, box: Box) -> Ints:
-        """Return the elements along D, H, W from the first one that a copy of a box brings to the last one."""
-        return tuple(
-            (e + r - 1) * stride + 1 for e, r, stride in zip(box.extent, self.halo, self.shape.stride, strict=True)
-        )
+    def staged(self, extent: Ints) -> Ints:
+        """Return the extents of a box of such positions with its halo."""
+        return tuple(e + r for e, r in zip(extent, self.halo, strict=True))
 
     def map_of_x(self, tile: Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout) -> TensorMap:
-        extents = (geometry.n, geometry.c_in, *geometry.x_extent)
-        staged = tuple(e + r for e, r in zip(box.extent, self.halo, strict=True))
-        kind = "tf32" if dtype == "float32" else dtype
-        return TensorMap.of(kind, extents, layout.x, staged, self.shape.stride, self.channels(tile))
+        extents, kind = (geometry.n, geometry.c_in, *geometry.x_extent), "tf32" if dtype == "float32" else dtype
+        return TensorMap.of(kind, extents, layout.x, self.staged(box.extent), self.shape.stride, self.channels(tile))
 
     def plane(self, tile: phase_wgmma.Tile, positions: int) -> int:
         return round_up(positions, 8) if _is_boxed(tile) else super().plane(tile, positions)
@@ -410,7 +403,7 @@ class Work(phase_wgmma.Work):
     ) -> Box:
         """As for a transposed convolution, with an item more a row: a run may begin before the first position."""
         box = super()._box(tile, extent, patches, last_row)
-        d, h, w = (e + r for e, r in zip(extent, self.halo, strict=True))
+        d, h, w = self.staged(extent)
         return dataclasses.replace(box, items=0 if _is_boxed(tile) else d * h * (w + 1))
 
     def parameters(self, tile: Tile, box: Box, blocks: int, shift: int) -> Ints:

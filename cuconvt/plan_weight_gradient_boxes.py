@@ -70,18 +70,18 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
 
     def boxes(self, extents: Ints) -> Iterator[Ints]:
         """Yield boxes for so many positions along D, H, W: of whole runs, and an even number of them."""
-        piece, runs = self.piece, -(-extents[2] // self.piece)
+        runs = -(-extents[2] // self.piece)
         for w in sorted({_even(runs, most) for most in (1, 2, 4, 8, 16)}):
             for h in sorted({_even(extents[1], most) for most in (1, 2, 4, 8, 16)}):
                 for d in sorted({_even(extents[0], most) for most in (1, 2, 4, 8)}):
-                    if d * h * w > self.max_runs:
-                        continue
-                    if d * h * w % 2 == 0:
-                        yield d, h, piece * w
-                    elif w > 1 or extents[1] == 1:
-                        yield d, h, piece * (w + 1)
-                    else:
-                        yield d, h + 1, piece * w
+                    if d * h * w <= self.max_runs:
+                        of_d, of_h, of_w = self.evened((d, h, w), extents) if d * h * w % 2 else (d, h, w)
+                        yield of_d, of_h, self.piece * of_w
+
+    def evened(self, box: Ints, extents: Ints) -> Ints:
+        """Return a box of an odd number of runs with some more, so that it is even."""
+        d, h, w = box
+        return (d, h, w + 1) if w > 1 or extents[1] == 1 else (d, h + 1, w)
 
     def best_box(self, tile: AnyTile, geometry: Geometry, device: Device) -> tuple[Ints, int] | None:
         """Return the box with the least time for so many positions, and into how many parts these are cut."""

@@ -24,7 +24,7 @@ from cuconvt.plan import (
     refuse_steps,
     round_up,
 )
-from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
+from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
     FEW_PARTS,
@@ -33,7 +33,7 @@ from cuconvt.plan_weight_gradient_boxes import (
     WorkOnBoxes,
     shares,
 )
-from cuconvt.tensor_map import CHANNELS, ITEMSIZE, MAX_BOX, MAX_STEP, TensorMap, reads
+from cuconvt.tensor_map import CHANNELS, ITEMSIZE, MAX_BOX, MAX_STEP, TensorMap, reads, spans
 
 ALIGNMENT = 1024  # of what copies bring
 MAX_STAGES = 8
@@ -410,25 +410,17 @@ class Work(WorkOnBoxes[Tile]):
         return min(MAX_STAGES, room // self.stage_bytes(tile, box))
 
     def fits(self, tile: Tile, box: Ints, device: Device) -> bool:
-        spans = [(extent - 1) * s + 1 for extent, s in zip(self.y_box(tile, box), self.shape.stride, strict=True)]
-        return max(*spans, *box) <= MAX_BOX and self.stages(tile, box, device) >= 2
+        return (
+            max(*spans(self.y_box(tile, box), self.shape.stride), *box) <= MAX_BOX
+            and self.stages(tile, box, device) >= 2
+        )
 
-    def boxes(self, extents: Ints) -> Iterator[Ints]:
-        """Yield boxes for so many positions along D, H, W: of steps of two runs each."""
-        runs = -(-extents[2] // 8)
-        for w in sorted({_even(runs, most) for most in (1, 2, 4, 8, 16)}):
-            for h in sorted({_even(extents[1], most) for most in (1, 2, 4, 8, 16)}):
-                for d in sorted({_even(extents[0], most) for most in (1, 2, 4, 8)}):
-                    if d * h * w > self.max_runs:
-                        continue
-                    if d * h * w % 2 == 0:
-                        yield d, h, 8 * w
-                    elif extents[1] == extents[0] == 1:
-                        yield d, h, 8 * (w + 1)
-                    elif extents[1] == 1:
-                        yield d + 1, h, 8 * w
-                    else:
-                        yield d, h + 1, 8 * w
+    def evened(self, box: Ints, extents: Ints) -> Ints:
+        """Return the same with another row, or else plane: the two runs of a step may be any distance apart."""
+        d, h, w = box
+        if extents[1] > 1:
+            return d, h + 1, w
+        return (d + 1, h, w) if extents[0] > 1 else (d, h, w + 1)
 
     def maps(self, tile: Tile, box: Ints, dtype: str, sides: Sides) -> tuple[TensorMap, ...]:
         """Return the maps of x and y."""

@@ -63,7 +63,12 @@ class TensorMap:
     @property
     def spans(self) -> Ints:
         """Elements along W, H, D from the first one of a box to the last one."""
-        return tuple((count - 1) * step + 1 for count, step in zip(self.box, self.steps, strict=True))
+        return spans(self.box, self.steps)
+
+
+def spans(box: Ints, steps: Ints) -> Ints:
+    """Return the elements along each axis from the first one of a box to the last one, with those in between."""
+    return tuple((count - 1) * step + 1 for count, step in zip(box, steps, strict=True))
 
 
 def reads(strides: Ints, extents: Ints, aligned: bool, itemsize: int = ITEMSIZE) -> bool:

@@ -92,6 +92,31 @@ def test_wgmma_multiplies_swizzled_matrices(layout: str) -> None:
     np.testing.assert_allclose(d, exact.astype(np.float32), rtol=2**-22, atol=2**-22)
 
 
+@pytest.mark.parametrize(("start", "eight"), [(0, 8), (3, 8), (5, 11)], ids=["aligned", "any row", "eights apart"])
+@pytest.mark.parametrize("row_bytes", [32, 64, 128])
+def test_wgmma_multiplies_swizzled_rows(row_bytes: int, start: int, eight: int) -> None:
+    """Of each 32 bytes of rows: the first piece of one is at another place than in the next row or rows."""
+    rng, dtype, places = np.random.default_rng(0), TYPES["bf16"], row_bytes // 16
+    a, b = (rng.standard_normal((rows, 16)).astype(dtype) for rows in (64, 24))
+    c = rng.standard_normal((64, 24)).astype(np.float32)
+    exact = c + a.astype(np.float64) @ b.astype(np.float64).T
+    for step in range(row_bytes // 32):
+        image = np.zeros(2048 * 16, np.uint8).reshape(-1, 16)  # [place]
+        for row, piece in np.ndindex(64, 2):
+            at = (start + row // 8 * eight + row % 8) * row_bytes + (2 * step + piece) * 16
+            at ^= at // 128 % places * 16
+            image[at // 16] = np.ascontiguousarray(a[row, 8 * piece : 8 * piece + 8]).view(np.uint8)
+        b_start = 1024 * 16
+        for row, piece in np.ndindex(24, 2):
+            values = np.ascontiguousarray(b[row, 8 * piece : 8 * piece + 8]).view(np.uint8)
+            image[b_start // 16 + piece * 24 + row] = values
+        d = np.empty((64, 24), np.float32)
+        arguments = {"image": image.view(np.uint32), "pieces": len(image), "a": start * row_bytes + 32 * step}
+        arguments |= {"eight": eight, "b": b_start, "bp": 24 * 16, "bg": 128, "c": c, "out": d}
+        launch(FILE, f"rows_of_{row_bytes}", 128, arguments, shared_bytes=image.size)
+        np.testing.assert_allclose(d, exact.astype(np.float32), rtol=2**-22, atol=2**-22)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("entry", ["f16_24", "bf16_128"])
 def test_wgmma_multiplies_transposed_matrices(entry: str, layout: str) -> None:

@@ -46,6 +46,29 @@ extern "C" __global__ void swizzled_bf16_136(const uint4* image, int pieces, int
     for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2] = sum[i];
 }
 
+// The same of K-major rows, of A alone, that are swizzled: where they start, and from eight to eight in rows.
+#define MULTIPLY_ROWS(name, row_bytes)                                                                                               \
+    extern "C" __global__ void name(const uint4* image, int pieces, int a_start, int a_eight, int b_start, int b_piece, int b_group, \
+                                    const float* c, float* d) {                                                                      \
+        constexpr int columns = 24;                                                                                                  \
+        extern __shared__ __align__(1024) unsigned char shared_bytes[];                                                              \
+        for (int i = threadIdx.x; i < pieces; i += 128) reinterpret_cast<uint4*>(shared_bytes)[i] = image[i];                        \
+        publish_shared_writes();                                                                                                     \
+        __syncthreads();                                                                                                             \
+        const int first = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * columns + threadIdx.x % 4 * 2;                            \
+        float sum[columns / 2];                                                                                                      \
+        for (int i = 0; i < columns / 2; ++i) sum[i] = c[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2];                       \
+        wgmma_fence();                                                                                                               \
+        wgmma_bf16<columns>(sum, describe_rows<row_bytes>(shared_bytes, a_eight) + a_start / 16,                                     \
+                            describe(shared_bytes + b_start, b_piece, b_group), true);                                               \
+        wgmma_commit();                                                                                                              \
+        wgmma_wait<0>();                                                                                                             \
+        for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2] = sum[i];                       \
+    }
+MULTIPLY_ROWS(rows_of_32, 32)
+MULTIPLY_ROWS(rows_of_64, 64)
+MULTIPLY_ROWS(rows_of_128, 128)
+
 // The same with A in registers: `a` has a thread's four words one after the other.
 #define MULTIPLY_REGISTERS(name, columns, function)                                                                     \
     extern "C" __global__ void name(const uint4* image, int pieces, const uint4* a, int b_start, int b_piece, int b_group,   \
