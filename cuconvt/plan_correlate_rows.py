@@ -35,6 +35,7 @@ from cuconvt.plan_phase_wgmma import (
     Box,
     Tile,
 )
+from cuconvt.plan_search import of_tile
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor.
 REGISTERS = {
@@ -207,12 +208,15 @@ class Work(correlate_wgmma.Work):
     def channels(self, tile: Tile) -> int:
         return tile.k_steps * self.piece
 
+    @of_tile
     def slot_bytes(self, tile: Tile) -> int:
         return tile.k_steps * self.pairs * self.parts * 2 * self.columns(tile) * 16
 
+    @of_tile
     def slots(self, tile: Tile) -> int:
         return self.shape.kernel[0] * self.shape.kernel[1] * -(-self.shape.c_in // self.channels(tile))
 
+    @of_tile
     def stages(self, tile: Tile) -> int:
         return self.live[0] * self.live[1] * -(-self.shape.c_in // self.channels(tile))
 
@@ -231,6 +235,7 @@ class Work(correlate_wgmma.Work):
             count += 7 + 6 * tile.tiles_m
         return count + (8 if three else 0)
 
+    @of_tile
     def registers(self, tile: Tile) -> tuple[int, int] | None:
         if self.columns(tile) // 2 + correlate_wgmma.BESIDE_SUMS > self.at_start(tile):
             return None

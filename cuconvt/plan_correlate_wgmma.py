@@ -43,6 +43,7 @@ from cuconvt.plan_phase_wgmma import (
     Box,
     Shape,
 )
+from cuconvt.plan_search import of_tile
 from cuconvt.plan_turned import turned
 from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, TensorMap, reads, spans
 
@@ -314,15 +315,18 @@ class Work(phase_wgmma.Work):
         """Return the wgmmas of the first so many classes, for a row of taps and 64 rows of A."""
         return (classes if tile.merge_w else self.taps_before[classes]) * tile.class_steps
 
+    @of_tile
     def slot_bytes(self, tile: phase_wgmma.Tile) -> int:
         assert isinstance(tile, Tile)
         return self.products(tile, tile.slot_classes) * self.parts * 2 * self.columns(tile) * 16
 
+    @of_tile
     def slots(self, tile: Tile) -> int:
         """Return the slots of weights that a box needs."""
         chunks = -(-self.shape.c_in // self.channels(tile))
         return self.shape.kernel[0] * self.shape.kernel[1] * chunks * (self.live[2] // tile.slot_classes)
 
+    @of_tile
     def stages(self, tile: Tile) -> int:
         """Return how often a box is staged: for the classes and chunks of channels."""
         chunks = -(-self.shape.c_in // self.channels(tile))
@@ -350,6 +354,7 @@ class Work(phase_wgmma.Work):
         """Return the registers of a thread before warps exchange some."""
         return ALL_REGISTERS // (tile.threads * tile.min_blocks) // 8 * 8
 
+    @of_tile
     def registers(self, tile: phase_wgmma.Tile) -> tuple[int, int] | None:
         """Return the registers of a worker, which are enough, and of a stager."""
         if self.columns(tile) // 2 + BESIDE_SUMS > self.at_start(tile):
@@ -371,6 +376,9 @@ class Work(phase_wgmma.Work):
         unit = tile.classes
         whole = geometry.x_extent[2] % unit == 0 and not any(stride % unit for stride in layout.x[:4])
         return self.has_runs(tile) and whole and layout.x_aligned and layout.x[4] == 1
+
+    def kind_of_boxes(self, tile: phase_wgmma.Tile) -> tuple[int, ...]:
+        return (*super().kind_of_boxes(tile), _is_boxed(tile))
 
     def fits(self, tile: phase_wgmma.Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
@@ -398,13 +406,9 @@ class Work(phase_wgmma.Work):
         before = round_up(16 * (teams * tile.x_stages + tile.ring), 128) + tile.ring * self.slot_bytes(tile)
         return count + round_up(before, SWIZZLED) - before
 
-    def _box(
-        self, tile: phase_wgmma.Tile, extent: tuple[int, int, int], patches: tuple[int, int], last_row: int
-    ) -> Box:
+    def items(self, tile: phase_wgmma.Tile, d: int, h: int, w: int) -> int:
         """As for a transposed convolution, with an item more a row: a run may begin before the first position."""
-        box = super()._box(tile, extent, patches, last_row)
-        d, h, w = self.staged(extent)
-        return dataclasses.replace(box, items=0 if _is_boxed(tile) else d * h * (w + 1))
+        return 0 if _is_boxed(tile) else d * h * (w + 1)
 
     def parameters(self, tile: Tile, box: Box, blocks: int, shift: int) -> Ints:
         """Return the part of ``struct Problem`` that describes a box; `shift` is the padding if x is read by runs."""

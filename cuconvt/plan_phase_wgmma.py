@@ -7,8 +7,8 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import exp, gcd, inf, log, prod
-from typing import NamedTuple, TypeVar
+from math import exp, gcd, log, prod
+from typing import Any, NamedTuple, TypeVar
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -38,6 +38,7 @@ from cuconvt.plan_phase_gemm import (
     _others_divisible,
     _x_vector,
 )
+from cuconvt.plan_search import ROUNDINGS, cheapest_tile, of_tile
 
 Ints = tuple[int, ...]
 
@@ -139,8 +140,7 @@ class Tile:
 AnyTile = TypeVar("AnyTile", bound=Tile)
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """The run-time shape of a block: positions q along D, H, W, and how rows of A map to them.
 
     A tile that slides has one slice along D in shared memory, and the patches and the plane are those of a slice.
@@ -150,6 +150,14 @@ class Box:
     patches: tuple[int, int]  # of 8 x 8 positions along H and W; zeros where 64 positions follow each other
     plane: int  # positions that are staged, or read without being of use (in units of `Work.unit`)
     items: int  # what stagers count: positions, or pairs of them in a row
+
+
+class Boxes(NamedTuple):
+    """Boxes for so many positions along D, H, W, each with how many of it these take."""
+
+    extents: Ints
+    used: int  # positions that are of use
+    boxes: list[tuple[Box, int]]
 
 
 def plan_phase_wgmma(
@@ -428,6 +436,9 @@ class Work:
 
     def _derive(self) -> None:
         s = self.shape
+        self.tile: Tile | None = None  # the last one whose sizes were asked for, and these: see `of_tile`
+        self.sizes: dict[Any, Any] = {}
+        self.known_boxes: dict[Ints, list[Boxes]] = {}
         gcds = [gcd(stride, dilation) for stride, dilation in zip(s.stride, s.dilation, strict=True)]
         self.steps = [stride // g for stride, g in zip(s.stride, gcds, strict=True)]
         hops = [dilation // g for dilation, g in zip(s.dilation, gcds, strict=True)]
@@ -577,20 +588,26 @@ class Work:
         return self.taps_w(tile) * tile.k_steps * self.parts * 2 * self.columns(tile) * 16
 
     def shared_bytes(self, tile: Tile, box: Box, index64: bool) -> int:
+        beside, targets, of_position = self.bytes_beside_box(tile)
+        indices = box.items * (16 if index64 else 8) + round_up(targets * (24 if index64 else 20), 8)
+        return beside + of_position * box.plane + indices
+
+    @of_tile
+    def bytes_beside_box(self, tile: Tile) -> tuple[int, int, int]:
+        """Return the shared memory beside a box and indices, how many places are stored to, and a position's bytes."""
         teams = tile.workers // tile.team
         barriers = round_up(8 * 2 * (teams * tile.x_stages + tile.ring), 128)
-        staged = teams * tile.x_stages * self.parts * tile.k_steps * 2 * box.plane * 16
+        of_position = teams * tile.x_stages * self.parts * tile.k_steps * 2 * 16
         turned, targets = 4 * 8 * tile.tiles_c, 0
         if self.turns(tile):
             sums = self.sums(tile)
             zero = sums * (tile.rows if sums == 1 else at_residue(tile.rows, 16, 32))
             slices = 1 if tile.tiles_c == 1 else 2
             turned += slices * 8 * 4 * at_residue(zero + 1, 4, 32)
-            targets = round_up(tile.rows * self.outputs(tile), 128 * tile.team) * (24 if index64 else 20)
+            targets = round_up(tile.rows * self.outputs(tile), 128 * tile.team)
         turned *= teams
-        items = box.items * (16 if index64 else 8)
         fill = FILL_BYTES if self.shape.plane_step > 1 else 0
-        return barriers + fill + tile.ring * self.slot_bytes(tile) + staged + turned + round_up(targets, 8) + items
+        return barriers + fill + tile.ring * self.slot_bytes(tile) + turned, targets, of_position
 
     def fits(self, tile: Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own.
@@ -637,7 +654,11 @@ class Work:
         h, w = extent[1] + reach[1], self.width(tile, extent[2])
         reads = last_row + (reach[0] * h + reach[1]) * w + reach[2] + 1
         plane = self.plane(tile, max(d * h * w, reads))
-        return Box(extent, patches, plane, d * h * (w // 2 + 1 if self.shape.pairs else w))
+        return Box(extent, patches, plane, self.items(tile, d, h, w))
+
+    def items(self, tile: Tile, d: int, h: int, w: int) -> int:
+        """Return what stagers count of so many positions."""
+        return d * h * (w // 2 + 1 if self.shape.pairs else w)
 
     def plane(self, tile: Tile, positions: int) -> int:
         """Return how many places a plane of so many positions has: neighbouring pieces of one lie in other banks."""
@@ -648,12 +669,10 @@ class Work:
         cuts = {_even(extent, -(-extent // parts)) for parts in range(1, min(extent, 64) + 1)}
 
         def slices_of_the_busiest(d: int) -> int:
-            return -(-columns * -(-extent // d) // resident) * self.depth(
-                tile, dataclasses.replace(box, extent=(d, 1, 1))
-            )
+            return -(-columns * -(-extent // d) // resident) * self.depth(tile, box._replace(extent=(d, 1, 1)))
 
         d = min(sorted(cuts, reverse=True), key=slices_of_the_busiest)
-        return dataclasses.replace(box, extent=(d, *box.extent[1:]))
+        return box._replace(extent=(d, *box.extent[1:]))
 
     def reaches(self, tile: Tile, box: Box, layout: Layout) -> int:
         """Return how many elements what a box reads or writes of a channel may be away from where the box begins.
@@ -713,27 +732,79 @@ class Work:
         rounds = positions * boxes / (tile.rows * tile.min_blocks * tile.workers // tile.team)
         return self.clocks(tile, box) * boxes * (1 + 0.5 / rounds)
 
-    def typical_cost(self, tile: Tile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
-        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits.
+    def typical_cost(self, tile: Tile, device: Device) -> float | None:
+        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""
+        typical = self.fitting_boxes(tile, device)
+        return None if typical is None else self.cost_of_best(tile, typical)
 
-        Also None as soon as the mean must exceed `limit`, as no extents take less than `least`.
-        """
-        logarithms = 0.0
-        if self.shape.x_channels_last:
-            typical_extents = (self.extents_of_wide if self.wide else self.extents)[self.shape.rank]
-        else:
-            typical_extents = (self.extents_of_wide_rows if self.wide else self.extents_of_rows)[self.shape.rank]
-        for left, extents in zip(range(len(typical_extents))[::-1], typical_extents, strict=True):
+    def fitting_boxes(self, tile: Tile, device: Device) -> list[Boxes] | None:
+        """Return the boxes of a tile that fit, for each of the typical extents, or None where none does."""
+        fitting = []
+        for of in self.typical_boxes(tile):
+            fitting.append(of._replace(boxes=[pair for pair in of.boxes if self.fits(tile, pair[0], device)]))
+            if not fitting[-1].boxes:
+                return None
+        return fitting
+
+    def typical_boxes(self, tile: Tile) -> list[Boxes]:
+        """Return the boxes of a tile for each of the typical extents; tiles of one kind share them."""
+        kind = self.kind_of_boxes(tile)
+        if kind not in self.known_boxes:
+            if self.shape.x_channels_last:
+                typical = (self.extents_of_wide if self.wide else self.extents)[self.shape.rank]
+            else:
+                typical = (self.extents_of_wide_rows if self.wide else self.extents_of_rows)[self.shape.rank]
             # With padding, the first and the last position have some of the outputs where no phase is late.
             more = self.shape.late[2] if tile.join_w else 0
-            held = (*extents[:2], extents[2] + more)
-            box = self.best_box(tile, held, device)
-            if box is None:
-                return None
-            logarithms += log(self.compared * self.cost(tile, box) * _count(held, box.extent) / prod(extents))
-            if least and logarithms + left * log(least) > len(typical_extents) * log(limit):
-                return None
-        return exp(logarithms / len(typical_extents))
+            self.known_boxes[kind] = []
+            for d, h, w in typical:
+                held = (d, h, w + more)
+                boxes = [(box, _count(held, box.extent)) for box in self.boxes(tile, held)]
+                self.known_boxes[kind].append(Boxes(held, d * h * w, boxes))
+        return self.known_boxes[kind]
+
+    def kind_of_boxes(self, tile: Tile) -> Ints:
+        """Return what of a tile its boxes depend on."""
+        kind = (tile.rows, tile.merge_w, tile.all_phases, tile.slides, tile.join_w, self.plane(tile, 1))
+        return tuple(map(int, kind))
+
+    def cost_of_best(self, tile: Tile, typical: list[Boxes]) -> float:
+        """Return the geometric mean of the clocks of a position, with the best of the boxes for each extents."""
+        logarithms = 0.0
+        for of in typical:
+            boxes = self.few_enough(tile, of) if len(of.boxes) > 1 else of.boxes
+            box, count = min(boxes, key=lambda pair: self.clocks(tile, pair[0]) * pair[1])
+            logarithms += log(self.compared * self.cost(tile, box) * count / of.used)
+        return exp(logarithms / len(typical))
+
+    def few_enough(self, tile: Tile, of: Boxes) -> list[tuple[Box, int]]:
+        """Leave out boxes of which there are so many that they take longer than another one whatever is in them."""
+        ideal, _ = self.ideal_box(tile, of._replace(boxes=[(box, 1) for box, _ in of.boxes]))
+        box, count = min(of.boxes, key=lambda pair: pair[1])
+        most = self.clocks(tile, box) * count * (1 + ROUNDINGS) / self.clocks(tile, ideal)
+        return [pair for pair in of.boxes if pair[1] <= most]
+
+    def ideal_cost(self, tile: Tile, device: Device) -> float | None:
+        """Return a lower bound of the same: with boxes that are as good as the best in each respect."""
+        typical = self.fitting_boxes(tile, device)
+        if typical is None:
+            return None
+        return self.cost_of_best(tile, [of._replace(boxes=[self.ideal_box(tile, of)]) for of in typical])
+
+    def ideal_box(self, tile: Tile, of: Boxes) -> tuple[Box, int]:
+        """Return a box that none of these takes less time than, and how many of it there are.
+
+        There are as few as of any, with longer rows than any, and all together have as few positions as any, and as few
+        that are staged.
+        """
+        fewest = min(count for _, count in of.boxes)
+        depth = of.extents[0] if tile.slides else 1
+        positions = min(count * prod(box.extent) for box, count in of.boxes) // fewest // depth
+        width = self.width(tile, max(box.extent[2] for box, _ in of.boxes))
+        lines = positions // width
+        plane = min(count * box.plane for box, count in of.boxes) // fewest
+        extent = (depth, lines, positions // lines if lines else width)
+        return Box(extent, (0, 0), plane, min(box.items for box, _ in of.boxes)), fewest
 
     def least_cost(self, tile: Tile) -> float:
         """Return a lower bound of a position's clocks: all rows of the tile are of use, in one row with the least halo.
@@ -816,11 +887,13 @@ class Work:
         return max(clocks, slots * SLOT_CLOCKS / tile.min_blocks)
 
 
+@functools.lru_cache(maxsize=1024)
 def _few(extent: int) -> list[int]:
     """Return some ways to cut an axis: box extents that leave little of the last box empty."""
     return sorted({_even(extent, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)})
 
 
+@functools.lru_cache(maxsize=1024)
 def _widths(extent: int, most: int) -> list[int]:
     """Return box extents along W, the widest first: rows should be long, but many rows make a compact box."""
     widths = [_even(extent, min(most, width)) for width in (extent, 128, 96, 64, 48, 33, 24, 16, 12, 8)]
@@ -847,13 +920,11 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
 
 def best_tile(work: Work, candidates: Iterable[AnyTile], device: Device) -> tuple[AnyTile, float] | None:
     """Return the tile with the least cost for typical extents, with that, or None if no box of any fits."""
-    best: tuple[AnyTile, float] | None = None
-    for bound, tile in sorted(((work.least_cost(tile), tile) for tile in candidates), key=lambda pair: pair[0]):
-        if best is not None and bound >= best[1]:
-            break
-        cost = work.typical_cost(tile, device, bound, best[1] if best else inf)
-        if cost is not None and (best is None or cost < best[1]):
-            best = tile, cost
+    best = cheapest_tile(
+        ((work.least_cost(tile), tile) for tile in candidates),
+        lambda tile: work.ideal_cost(tile, device),
+        lambda tile: work.typical_cost(tile, device),
+    )
     return best and (with_longer_ring(work, *best, device), best[1])
 
 

@@ -1,0 +1,77 @@
+"""The search for the best tile: what its bounds leave out is never the best."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from described import DEVICES, geometry_of, layout_of
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Problem, case
+
+from cuconvt import plan_correlate_rows as correlate_rows
+from cuconvt import plan_correlate_wgmma as correlate_wgmma
+from cuconvt import plan_phase_wgmma as phase_wgmma
+from cuconvt.plan_search import cheapest_tile
+
+COSTS = st.integers(1, 4).map(float)  # so few that many are equal
+PROBLEMS = (
+    case((1, 64, 5, 5, 5), 24, (3, 5, 2), (2, 1, 3)),
+    case((1, 128, 9, 9), 48, 4, 2, 1),
+    case((1, 40, 99), 64, 8, 4, 2),
+)
+
+
+@given(st.lists(st.tuples(COSTS, COSTS, COSTS, st.booleans())))
+def test_the_cheapest_is_found_and_of_equal_ones_the_first(numbers: list[tuple[float, float, float, bool]]) -> None:
+    """As when all costs are compared in the order of the first bounds."""
+    tiles = [(*sorted(costs), serves) for *costs, serves in numbers]
+    expected = min(
+        (tile for tile in sorted(tiles, key=lambda tile: tile[0]) if tile[3]), key=lambda t: t[2], default=None
+    )
+    found = cheapest_tile(
+        ((tile[0], (i, tile)) for i, tile in enumerate(tiles)),
+        lambda t: t[1][1],
+        lambda t: t[1][2] if t[1][3] else None,
+    )
+    if expected is None:
+        assert found is None
+    else:
+        first = min((tile[0], i) for i, tile in enumerate(tiles) if tile[3] and tile[2] == expected[2])
+        assert found == ((first[1], tiles[first[1]]), expected[2])
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_no_tile_takes_less_than_with_ideal_boxes(problem: Problem, last: bool) -> None:
+    geometry = geometry_of(problem)
+    layout = layout_of(geometry, last)
+    read = correlate_wgmma.as_read(geometry, layout)
+    for dtype, precision in (("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")):
+        works = (
+            (phase_wgmma, phase_wgmma.Work(geometry, dtype, precision, layout).with_pairs()),
+            (correlate_wgmma, correlate_wgmma.Work(*read, dtype, precision)),
+            (correlate_rows, correlate_rows.Work(*read, dtype, precision)),
+        )
+        for module, work in works:
+            if module is correlate_rows and module._refuse(geometry, dtype, layout, precision, DEVICES[90]):
+                continue
+            costs = []
+            for tile in module.tiles(work):
+                cost, ideal = work.typical_cost(tile, DEVICES[90]), work.ideal_cost(tile, DEVICES[90])
+                assert (cost is None) == (ideal is None)
+                if cost is not None and ideal is not None:
+                    assert ideal <= cost * (1 + 1e-9)
+                    costs.append((work.least_cost(tile), cost))
+            assert module.choose_tile(work.shape, DEVICES[90])[1] == one_by_one(costs)
+
+
+def one_by_one(costs: list[tuple[float, float]]) -> float:
+    """Return the least cost of those that are found without a closer bound."""
+    best = inf
+    for bound, cost in sorted(costs, key=lambda pair: pair[0]):
+        if bound >= best:
+            break
+        best = min(best, cost)
+    return best
