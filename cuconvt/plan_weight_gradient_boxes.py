@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from math import exp, inf, log, prod
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from math import exp, log, prod
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import MAX_GRID, Device, Ints
 from cuconvt.plan_phase_wgmma import _count, _even
+from cuconvt.plan_search import cheapest_tile
 
 PIECE_BYTES = 16
 WAVES = 4  # of blocks, at most
@@ -34,6 +36,13 @@ class _Tile(Protocol):
 
 
 AnyTile = TypeVar("AnyTile", bound=_Tile)
+
+
+class Boxes(NamedTuple):
+    """Boxes for so many positions along D, H, W, each with how many of it these take."""
+
+    extents: Ints
+    boxes: list[tuple[Ints, int]]
 
 
 class WorkOnBoxes(ABC, Generic[AnyTile]):
@@ -64,9 +73,9 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
         """Estimate the same, where it is known where rows begin."""
         return self.clocks(tile, box)
 
-    def tiles_with_idle(self, tile: AnyTile, device: Device) -> float:
-        """Return how many tiles of weights there are, with those that idle multiprocessors had time for."""
-        return self.tiles_of_weights(tile)
+    @abstractmethod
+    def ideal_cost(self, tile: AnyTile, device: Device) -> float | None:
+        """Return a closer one, or None where no box fits."""
 
     def boxes(self, extents: Ints) -> Iterator[Ints]:
         """Yield boxes for so many positions along D, H, W: of whole runs, and an even number of them."""
@@ -112,38 +121,41 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
             clocks += (written + read) / PARTS_BYTES_A_CLOCK
         return clocks
 
-    def typical_cost(self, tile: AnyTile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
-        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits.
+    @functools.cached_property
+    def typical_boxes(self) -> list[Boxes]:
+        """The boxes for each of the typical extents, which all tiles have in common."""
+        rank = self.shape.rank
+        every = (tuple(n if axis >= 3 - rank else 64 for axis in range(3)) for n in TYPICAL_EXTENTS[rank])
+        return [Boxes(extents, [(box, _count(extents, box)) for box in self.boxes(extents)]) for extents in every]
 
-        Also None as soon as the mean must exceed `limit`, as no extents take less than `least`.
-        """
-        rank, logarithms, tiles = self.shape.rank, 0.0, self.tiles_with_idle(tile, device)
-        for left, typical in zip(range(len(TYPICAL_EXTENTS[rank]))[::-1], TYPICAL_EXTENTS[rank], strict=True):
-            extents = tuple(typical if axis >= 3 - rank else 64 for axis in range(3))
-            costs = (
-                self.clocks(tile, box) * _count(extents, box)
-                for box in self.boxes(extents)
-                if self.fits(tile, box, device)
-            )
-            cost = min(costs, default=None)
-            if cost is None:
+    def fitting_boxes(self, tile: AnyTile, device: Device) -> list[Boxes] | None:
+        """Return those of them that fit, or None where none does."""
+        fitting = []
+        for of in self.typical_boxes:
+            fitting.append(Boxes(of.extents, [pair for pair in of.boxes if self.fits(tile, pair[0], device)]))
+            if not fitting[-1].boxes:
                 return None
+        return fitting
+
+    def typical_cost(self, tile: AnyTile, device: Device) -> float | None:
+        """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""
+        typical = self.fitting_boxes(tile, device)
+        if typical is None:
+            return None
+        logarithms, tiles = 0.0, self.tiles_of_weights(tile)
+        for extents, boxes in typical:
+            cost = min(self.clocks(tile, box) * count for box, count in boxes)
             logarithms += log(cost * tiles / prod(extents))
-            if least and logarithms + left * log(least) > len(TYPICAL_EXTENTS[rank]) * log(limit):
-                return None
-        return exp(logarithms / len(TYPICAL_EXTENTS[rank]))
+        return exp(logarithms / len(typical))
 
-    def best_tile(self, tiles: Iterable[AnyTile], device: Device) -> AnyTile | None:
-        """Return the best of the tiles for typical extents, or None where no box fits."""
-        best: tuple[float, AnyTile] | None = None
-        bounds = ((self.least_cost(tile, device), tile) for tile in tiles)
-        for bound, tile in sorted(bounds, key=lambda pair: pair[0]):
-            if best is not None and bound >= best[0]:
-                break
-            cost = self.typical_cost(tile, device, bound, best[0] if best else inf)
-            if cost is not None and (best is None or cost < best[0]):
-                best = cost, tile
-        return None if best is None else best[1]
+    def best_tile(self, bounded: Iterable[tuple[float, AnyTile]], device: Device) -> AnyTile | None:
+        """Return the best of the tiles, each with its bound, for typical extents, or None where no box fits."""
+        best = cheapest_tile(
+            bounded,
+            lambda tile: self.ideal_cost(tile, device),
+            lambda tile: self.typical_cost(tile, device),
+        )
+        return best and best[0]
 
 
 def shares(count: int, most: int) -> list[int]:

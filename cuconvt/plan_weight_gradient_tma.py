@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import exp, gcd, inf, log, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -25,6 +25,7 @@ from cuconvt.plan import (
     round_up,
 )
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
+from cuconvt.plan_search import ROUNDINGS, of_tile
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
     FEW_PARTS,
@@ -36,7 +37,7 @@ from cuconvt.plan_weight_gradient_boxes import (
 from cuconvt.tensor_map import CHANNELS, ITEMSIZE, MAX_BOX, MAX_STEP, TensorMap, reads, spans
 
 ALIGNMENT = 1024  # of what copies bring
-MAX_STAGES = 8
+LEAST_STAGES, MAX_STAGES = 2, 8
 ROW_BYTES = 128  # 64 channels of a position
 COPIED = 8  # channels: a copy that starts at others is an illegal instruction
 MAX_TILES_N = 24  # times 8 columns of a product
@@ -101,7 +102,7 @@ class Tile:
     def channels_out(self) -> int:
         return 8 * self.tiles_n if self.rows_of_x else 64 * self.tiles_m
 
-    @property
+    @functools.cached_property
     def groups(self) -> tuple[int, int]:
         """Of 64 channels of x and y, that are copied."""
         return -(-self.channels_in // CHANNELS), -(-self.channels_out // CHANNELS)
@@ -266,7 +267,7 @@ def plan_weight_gradient_tma(
     choice = work.best_launch(tile, g.n, g.x_extent, device, room)
     if choice is None:
         return Refusal(name, "tiles of weights, or their boxes, are more than it counts or has room for")
-    box, share = choice
+    box, share, _ = choice
     boxes = tuple(-(-x // b) for x, b in zip(g.x_extent, box, strict=True))
     maps = work.maps(tile, box, dtype, sides)
     defines = (
@@ -283,7 +284,7 @@ def plan_weight_gradient_tma(
     )
     patches = work.tiles_of_channels(tile) * tile.tiles_m * 4 * tile.tiles_n
     in_order = share.parts <= FEW_PARTS and patches >= device.multiprocessors // 2 and work.adds_in_order(tile)
-    stages = work.stages(tile, box, device)
+    stages = work.stages(tile, work.stage_bytes(tile, box), device)
     parts_bytes = 4 * tile.values * share.slots
     turned_x = parts_bytes if sides.turn_x else -1
     turned_y = parts_bytes + (sides.x.bytes if sides.turn_x else 0) if sides.turn_y else -1
@@ -366,6 +367,32 @@ class Share(NamedTuple):
         return 1 + min(self.tiles - 1, -(-(self.of_block - 1) // self.rest)) if self.rest else 1
 
 
+class Launch(NamedTuple):
+    """A box of positions, how blocks share all boxes, and the time that it takes."""
+
+    box: Ints
+    share: Share
+    clocks: float
+
+
+class CopiedBox(NamedTuple):
+    """A box of positions for some extents."""
+
+    box: Ints
+    boxes: int  # that the extents take
+    positions: int
+    of_y: int  # elements that the taps of a tile reach
+
+
+class Copied(NamedTuple):
+    """All boxes for some extents, and what none of them has less of: their number, and the sum of all of them."""
+
+    boxes: list[CopiedBox]
+    fewest: int
+    positions: int
+    of_y: int
+
+
 class Work(WorkOnBoxes[Tile]):
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
@@ -373,6 +400,9 @@ class Work(WorkOnBoxes[Tile]):
 
     def __init__(self, shape: Shape):
         self.shape = shape
+        self.known_boxes: dict[tuple[Ints, Ints], Copied] = {}
+        self.tile: Tile | None = None  # the last one whose sizes were asked for, and these: see `of_tile`
+        self.sizes: dict[Any, Any] = {}
 
     def adds_in_order(self, tile: Tile) -> bool:
         """Whether a block of the second pass has room for all taps of its channels, as the kernel decides."""
@@ -383,6 +413,7 @@ class Work(WorkOnBoxes[Tile]):
         s = self.shape
         return -(-s.c_out // tile.channels_out) * -(-s.c_in // tile.channels_in) * s.groups
 
+    @of_tile
     def tiles_of_weights(self, tile: Tile) -> int:
         taps = prod(
             min(apart, k) * _ceil_div(_ceil_div(k, apart), t)
@@ -390,30 +421,37 @@ class Work(WorkOnBoxes[Tile]):
         )
         return taps * self.tiles_of_channels(tile)
 
+    @of_tile
+    def halo(self, tile: Tile) -> Ints:
+        """Return how much wider than a box of positions is what the taps of a tile reach, in copied elements."""
+        s = self.shape
+        axes = zip(tile.taps, s.dilation, tile.apart, s.stride, strict=True)
+        return tuple((taps - 1) * dilation * apart // stride for taps, dilation, apart, stride in axes)
+
     def y_box(self, tile: Tile, box: Ints) -> Ints:
         """Return what the taps of a tile reach from a box of positions, in elements that are copied."""
-        s = self.shape
-        return tuple(
-            extent + ((taps - 1) * dilation * apart // stride)
-            for extent, taps, dilation, apart, stride in zip(
-                box, tile.taps, s.dilation, tile.apart, s.stride, strict=True
-            )
-        )
+        d, h, w = self.halo(tile)
+        return box[0] + d, box[1] + h, box[2] + w
 
     def stage_bytes(self, tile: Tile, box: Ints) -> int:
-        of_x, of_y = tile.groups
-        return of_x * ROW_BYTES * prod(box) + of_y * round_up(ROW_BYTES * prod(self.y_box(tile, box)), ALIGNMENT)
+        return self.bytes_of(tile, prod(box), prod(self.y_box(tile, box)))
 
-    def stages(self, tile: Tile, box: Ints, device: Device) -> int:
+    def bytes_of(self, tile: Tile, positions: int, of_y: int) -> int:
+        """Return the shared memory that so many positions take, whose taps reach so many of y."""
+        groups_x, groups_y = tile.groups
+        return groups_x * ROW_BYTES * positions + groups_y * round_up(ROW_BYTES * of_y, ALIGNMENT)
+
+    def stages(self, tile: Tile, stage_bytes: int, device: Device) -> int:
         """Return how many boxes a block has room for; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024 - ALIGNMENT
-        return min(MAX_STAGES, room // self.stage_bytes(tile, box))
+        return min(MAX_STAGES, room // stage_bytes)
+
+    def is_copied(self, tile: Tile, box: Ints) -> bool:
+        """Whether copies can bring a box and what its taps reach."""
+        return max(*spans(self.y_box(tile, box), self.shape.stride), *box) <= MAX_BOX
 
     def fits(self, tile: Tile, box: Ints, device: Device) -> bool:
-        return (
-            max(*spans(self.y_box(tile, box), self.shape.stride), *box) <= MAX_BOX
-            and self.stages(tile, box, device) >= 2
-        )
+        return self.is_copied(tile, box) and self.stages(tile, self.stage_bytes(tile, box), device) >= LEAST_STAGES
 
     def evened(self, box: Ints, extents: Ints) -> Ints:
         """Return the same with another row, or else plane: the two runs of a step may be any distance apart."""
@@ -429,15 +467,45 @@ class Work(WorkOnBoxes[Tile]):
             TensorMap.of(dtype, *sides.y, self.y_box(tile, box), self.shape.stride),
         )
 
-    def best_launch(self, tile: Tile, n: int, extents: Ints, device: Device, room: int) -> tuple[Ints, Share] | None:
-        """Return the box with the least time for so many positions, and how boxes are shared by blocks."""
-        choices = (
-            (box, share)
-            for box in self.boxes(extents)
-            if self.fits(tile, box, device)
-            for share in self.shares(tile, n * _count(extents, box), device, room)
+    def best_launch(self, tile: Tile, n: int, extents: Ints, device: Device, room: int) -> Launch | None:
+        """Return the launch with the least time for so many positions."""
+        timed: list[tuple[float, int, float, Ints]] = []
+        for box, boxes, positions, of_y in self.copied_boxes(tile, extents).boxes:
+            stages = self.stages(tile, self.bytes_of(tile, positions, of_y), device)
+            if stages >= LEAST_STAGES:
+                of_box = self.clocks_of(tile, positions, of_y, stages) + BOX_CLOCKS / tile.min_blocks
+                timed.append((n * boxes * of_box, n * boxes, of_box, box))
+
+        def launches(boxes: int, of_box: float, box: Ints) -> Iterator[Launch]:
+            for share in self.shares(tile, boxes, device, room):
+                yield Launch(box, share, self.launch_clocks(tile, of_box, share, device))
+
+        # No launch takes less time than all its boxes do, however blocks share them: most are not worth a closer look.
+        likely = (
+            launch.clocks for _, boxes, of_box, box in sorted(timed)[:1] for launch in launches(boxes, of_box, box)
         )
-        return min(choices, key=lambda choice: self.launch_clocks(tile, choice[0], choice[1], device), default=None)
+        most = min(likely, default=inf) * (1 + ROUNDINGS) * device.multiprocessors / self.tiles_of_weights(tile)
+        every = (
+            launch for least, boxes, of_box, box in timed if least <= most for launch in launches(boxes, of_box, box)
+        )
+        return min(every, key=lambda launch: launch.clocks, default=None)
+
+    def copied_boxes(self, tile: Tile, extents: Ints) -> Copied:
+        """Return the boxes for so many positions that can be copied: tiles have them in common."""
+        halo = self.halo(tile)
+        if (halo, extents) not in self.known_boxes:
+            boxes = [
+                CopiedBox(box, _count(extents, box), prod(box), prod(self.y_box(tile, box)))
+                for box in self.boxes(extents)
+                if self.is_copied(tile, box)
+            ]
+            self.known_boxes[halo, extents] = Copied(
+                boxes,
+                fewest=min((box.boxes for box in boxes), default=0),
+                positions=min((box.boxes * box.positions for box in boxes), default=0),
+                of_y=min((box.boxes * box.of_y for box in boxes), default=0),
+            )
+        return self.known_boxes[halo, extents]
 
     def shares(self, tile: Tile, boxes: int, device: Device, room: int) -> Iterator[Share]:
         """Yield how boxes may be shared: by all blocks at once with as many each, by as many for each tile, or not."""
@@ -448,11 +516,11 @@ class Work(WorkOnBoxes[Tile]):
             if 4 * tile.values * share.slots <= room and share.blocks <= MAX_GRID and tiles * boxes < 2**31:
                 yield share
 
-    def launch_clocks(self, tile: Tile, box: Ints, share: Share, device: Device) -> float:
-        """Estimate the clocks of a launch, and of the second pass."""
+    def launch_clocks(self, tile: Tile, of_box: float, share: Share, device: Device) -> float:
+        """Estimate the clocks of a launch, each box of which takes so many, and of the second pass."""
         held = tile.min_blocks * device.multiprocessors
         rounds = -(-share.blocks // held) * tile.min_blocks
-        clocks = rounds * (share.of_block + BOXES_AROUND) * self.clocks(tile, box, self.stages(tile, box, device))
+        clocks = rounds * (share.of_block + BOXES_AROUND) * of_box
         # A block writes all parts that it has, and the second pass reads all of them.
         slots = share.slots / device.multiprocessors
         written, read = max(rounds * share.parts_of_block, slots), slots
@@ -471,6 +539,7 @@ class Work(WorkOnBoxes[Tile]):
         read = (min(stride, kernel) for stride, kernel in zip(s.stride, s.kernel, strict=True))
         return ITEMSIZE * s.groups * (s.c_in + s.c_out * prod(read)) / MEMORY_BYTES_A_CLOCK
 
+    @of_tile
     def step_clocks(self, tile: Tile) -> tuple[float, float]:
         """Estimate the clocks of all workers for two runs: tensor cores, shared memory."""
         units = tile.workers * tile.units
@@ -487,48 +556,66 @@ class Work(WorkOnBoxes[Tile]):
 
     def _fetch_clocks(self, tile: Tile, of_x: int, of_y: int) -> float:
         """Estimate the clocks that so many positions of x and y take to copy."""
-        clocks = 0.0
-        for groups, positions, channels in zip(
-            tile.groups, (of_x, of_y), (self.shape.c_in, self.shape.c_out), strict=True
-        ):
+        a_position_x, a_position_y = self._fetch_rates(tile)
+        return of_x * a_position_x + of_y * a_position_y
+
+    @of_tile
+    def _fetch_rates(self, tile: Tile) -> tuple[float, ...]:
+        """Estimate the clocks of one position of x and of y."""
+        s, rates = self.shape, []
+        for groups, channels in zip(tile.groups, (s.c_in, s.c_out), strict=True):
             # Channels of other groups are fetched, too.
-            fetched = min(groups * CHANNELS, round_up(channels, 8)) if self.shape.groups == 1 else groups * CHANNELS
-            clocks += positions * (groups * ROW_CLOCKS + ITEMSIZE * fetched / L2_BYTES_A_CLOCK)
-        return clocks
+            fetched = min(groups * CHANNELS, round_up(channels, 8)) if s.groups == 1 else groups * CHANNELS
+            rates.append(groups * ROW_CLOCKS + ITEMSIZE * fetched / L2_BYTES_A_CLOCK)
+        return tuple(rates)
 
-    def typical_cost(self, tile: Tile, device: Device, least: float = 0.0, limit: float = inf) -> float | None:
-        """Return the clocks of a position, as the geometric mean over typical launches, or None where no box fits.
-
-        Also None as soon as the mean must exceed `limit`, as no launch takes less than `least`.
-        """
+    def typical_cost(self, tile: Tile, device: Device) -> float | None:
+        """Return the clocks of a position, as the geometric mean over typical launches, or None where no box fits."""
         launches = TYPICAL[self.shape.rank]
         logarithms = 0.0
-        for left, (n, *extents) in zip(range(len(launches))[::-1], launches, strict=True):
-            positions = n * prod(extents)
-            choice = self.best_launch(tile, n, tuple(extents), device, 2**63)
-            if choice is None:
+        for n, *extents in launches:
+            launch = self.best_launch(tile, n, tuple(extents), device, 2**63)
+            if launch is None:
                 return None
-            clocks = self.launch_clocks(tile, *choice, device) * device.multiprocessors
-            bounds = clocks / positions, self.memory_clocks()
-            logarithms += log(max(bounds) + OVERLAP * min(bounds))
-            if least and logarithms + left * log(least) > len(launches) * log(limit):
-                return None
+            logarithms += log(self.position_clocks(launch.clocks, n * prod(extents), device))
         return exp(logarithms / len(launches))
+
+    def ideal_cost(self, tile: Tile, device: Device) -> float:
+        """Return a closer bound: with as few boxes, positions and elements of y as any boxes have."""
+        launches, tiles = TYPICAL[self.shape.rank], self.tiles_of_weights(tile)
+        sums = 4 * tile.values * tiles * (1 / WRITTEN_BYTES_A_CLOCK + 1 / READ_BYTES_A_CLOCK)
+        logarithms = 0.0
+        for n, *extents in launches:
+            copied = self.copied_boxes(tile, tuple(extents))
+            clocks = self.clocks_of(tile, copied.positions, copied.of_y, MAX_STAGES)
+            clocks += copied.fewest * BOX_CLOCKS / tile.min_blocks
+            of_all = (n * tiles * clocks + sums) / device.multiprocessors
+            logarithms += log(self.position_clocks(of_all, n * prod(extents), device))
+        return exp(logarithms / len(launches))
+
+    def position_clocks(self, clocks: float, positions: int, device: Device) -> float:
+        """Estimate the clocks of a position of a launch, which reads both arrays at least once."""
+        bounds = clocks * device.multiprocessors / positions, self.memory_clocks()
+        return max(bounds) + OVERLAP * min(bounds)
 
     def clocks(self, tile: Tile, box: Ints, stages: int = MAX_STAGES) -> float:
         """Estimate a multiprocessor's clocks for one box, of which so many are staged."""
-        positions, of_y = prod(box), prod(self.y_box(tile, box))
+        return self.clocks_of(tile, prod(box), prod(self.y_box(tile, box)), stages) + BOX_CLOCKS / tile.min_blocks
+
+    def clocks_of(self, tile: Tile, positions: int, of_y: int, stages: int) -> float:
+        """Estimate the clocks of so many positions, whose taps reach so many of y."""
         tensor, shared = (positions / 16 * clocks for clocks in self.step_clocks(tile))
-        shared += tile.groups[0] * positions + tile.groups[1] * of_y  # rows of as many bytes as it takes in a clock
+        of_x_groups, of_y_groups = tile.groups
+        shared += of_x_groups * positions + of_y_groups * of_y  # rows of as many bytes as it takes in a clock
         fetch = self._fetch_clocks(tile, positions, of_y) * (1 + FEW_STAGES / (stages * tile.min_blocks - 1))
-        return max(tensor, shared, fetch) + BOX_CLOCKS / tile.min_blocks
+        return max(tensor, shared, fetch)
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_tile(shape: Shape, device: Device) -> Tile | None:
     """Return the best tile for typical extents."""
     work = Work(shape)
-    return work.best_tile(tiles(work), device)
+    return work.best_tile(((work.least_cost(tile, device), tile) for tile in tiles(work)), device)
 
 
 def tiles(work: Work) -> Iterator[Tile]:

@@ -6,8 +6,8 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, prod
-from typing import NamedTuple
+from math import exp, gcd, inf, log, prod
+from typing import Any, NamedTuple
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -25,6 +25,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
+from cuconvt.plan_search import of_tile
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
     FEW_PARTS,
@@ -89,12 +90,12 @@ class Tile:
         """Rows of the product that are of use."""
         return self.channels_out * self.groups_w * self.taps_d * self.taps_h
 
-    @property
+    @functools.cached_property
     def taps(self) -> tuple[int, int, int]:
         """Taps of a block along D, H, W."""
         return self.taps_d, self.taps_h, self.taps_w * self.groups_w
 
-    @property
+    @functools.cached_property
     def tiles_m(self) -> int:
         """Rows of a worker, in units of 64."""
         return -(-self.rows // (64 * self.workers))
@@ -175,9 +176,18 @@ def _row_bytes(strides: Ints, aligned: bool, extent: int, itemsize: int) -> int:
 
 
 def plan_weight_gradient_wgmma(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
+    geometry: Geometry,
+    dtype: str,
+    layout: Layout,
+    precision: str | None,
+    device: Device,
+    tile: Tile | None = None,
+    most: float = inf,
 ) -> Plan | Refusal:
-    """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve."""
+    """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve.
+
+    Also where its cost must be more than `most`: there are so many tiles that finding the best one takes long.
+    """
     name = "weight_gradient_wgmma"
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal(name, reason)
@@ -185,6 +195,9 @@ def plan_weight_gradient_wgmma(
     index64 = reads_need_64_bits(geometry, layout, LARGEST_BOX)
     work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype], index64))
     if tile is None:
+        times = min(COST_OF_TIME[work.itemsize].values()) * geometry.n * prod(geometry.x_extent)
+        if (least := times * least_of_all(work.shape, device)) > most:
+            return Refusal(name, f"cost at least {least:.3g} against {most:.3g}")
         tile = choose_tile(work.shape, device)
     cost = None if tile is None else work.typical_cost(tile, device)
     if tile is None or cost is None:
@@ -206,7 +219,7 @@ def plan_weight_gradient_wgmma(
         ("TAPS_W", tile.taps_w),
         ("GROUPS_W", tile.groups_w),
         ("TILES_IN", tile.tiles_in),
-        ("EARLY", work.early(tile)),
+        ("EARLY", work.reach(tile).early),
         ("STAGES", STAGES),
         ("INDEX64", int(index64)),
         ("MIN_BLOCKS", tile.min_blocks),
@@ -224,10 +237,10 @@ def plan_weight_gradient_wgmma(
             layout,
             (*boxes, parts),
             work.shape.x_bytes,
-            work.y_bytes(tile),
+            work.reach(tile).bytes,
             (*box, work.stage(tile, box).y_channel, 0, 0, 0, 0, 0, 0, 0),
         ),
-        cost=COST_OF_TIME[work.itemsize][work.y_bytes(tile)] * cost * geometry.n * prod(geometry.x_extent),
+        cost=COST_OF_TIME[work.itemsize][work.reach(tile).bytes] * cost * geometry.n * prod(geometry.x_extent),
         workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
         sums=tiles * tile.values if parts > 1 else 0,
         sums_a_block=tile.sums_a_block if 1 < parts <= FEW_PARTS else 0,
@@ -257,6 +270,41 @@ class Stage(NamedTuple):
         return BARRIER_BYTES + STAGES * PIECE_BYTES * self.pieces + lists
 
 
+class Fetch(NamedTuple):
+    """How an array is fetched: what of the estimate is by the byte."""
+
+    conflicts: float  # clocks of shared memory for so many bytes as it takes in one
+    rate: float  # bytes a clock, by the stagers of a block
+    apart: float  # bytes that are read for one of use
+
+    @classmethod
+    def of(cls, itemsize: int, size: int, gap: int) -> Fetch:
+        """Of elements that are so far apart, so many bytes at a time."""
+        apart = SECTOR / itemsize if size == 1 else min(gap, SECTOR / itemsize)
+        return cls(1 if size > 2 else 3 * apart, FETCHED_BYTES_A_CLOCK[itemsize][size], apart)
+
+
+class Reach(NamedTuple):
+    """What of the estimate follows from the taps of a tile, whatever its channels."""
+
+    tiles: int  # that all taps are
+    staged: tuple[tuple[int, int, int], ...]  # what `staged_axis` returns for each axis and a single position
+    early: int  # elements before the first one that is used, in a staged row of y
+    bytes: int  # of a row of y that are read at a time
+    chunk: int  # words of it that a lane reads at a time
+    words: int  # that it reads for as many positions as a word has numbers
+    fetch: Fetch  # of y
+
+
+class Ideal(NamedTuple):
+    """What no boxes for some extents have less of, all together."""
+
+    used: int  # positions that are of use
+    boxes: int
+    positions: int
+    reached: int  # of y by their taps, in pieces along W
+
+
 class Work(WorkOnBoxes[Tile]):
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
@@ -266,66 +314,66 @@ class Work(WorkOnBoxes[Tile]):
         self.shape, self.itemsize = shape, shape.itemsize
         self.per_word = 4 // shape.itemsize  # numbers
         self.piece = PIECE_WORDS * self.per_word  # numbers in 16 bytes
+        self.fetch_x = Fetch.of(shape.itemsize, shape.x_bytes, 1)
+        self.reaches: dict[Ints, Reach] = {}
+        self.known_ideals: dict[Reach, list[Ideal]] = {}
+        self.tile: Tile | None = None  # the last one whose sizes were asked for, and these: see `of_tile`
+        self.sizes: dict[Any, Any] = {}
 
-    def staged(self, tile: Tile, axis: int, box: int) -> tuple[int, int, int]:
-        """Return what `staged_axis` does for the taps of a tile."""
-        return staged_axis(tile.taps[axis], self.shape.stride[axis], self.shape.dilation[axis], box)
+    def reach(self, tile: Tile) -> Reach:
+        """Return what tiles with the same taps have in common."""
+        taps = tile.taps_d, tile.taps_h, tile.taps_w, tile.groups_w
+        if taps not in self.reaches:
+            self.reaches[taps] = self.reach_of(tile)
+        return self.reaches[taps]
 
-    def gap_w(self, tile: Tile) -> int:
-        """Return how far neighbours in a staged row of y are apart in the array."""
-        stride, dilation = self.shape.stride[2], self.shape.dilation[2]
-        return gcd(stride, dilation) if tile.taps[2] > 1 else stride
-
-    def early(self, tile: Tile) -> int:
-        return self.shape.early if self.gap_w(tile) == 1 else 0
-
-    def y_bytes(self, tile: Tile) -> int:
-        """Return how many bytes of a row of y are read at a time."""
-        s = self.shape
-        if self.gap_w(tile) > 1:
-            return min(s.y_bytes, s.itemsize)
-        next_tile = s.itemsize * tile.taps[2] * s.dilation[2] if tile.taps[2] < s.kernel[2] else 0
-        return next((n for n in (16, 4, 2) if n <= s.y_bytes and next_tile % n == 0), 1)
-
-    def chunk(self, tile: Tile) -> int:
-        """Return how many words of y a lane reads at a time."""
-        return gcd(self.staged(tile, 2, 1)[0], 4)
-
-    def words(self, tile: Tile) -> int:
-        """Return how many words of y a lane reads for as many positions as a word has numbers."""
-        step, hop, _ = self.staged(tile, 2, 1)
-        first, chunk = self.early(tile), self.chunk(tile)
-        elements = [first + tap * hop + i * step for tap in range(tile.taps_w) for i in range(self.per_word)]
-        return chunk * len({element // self.per_word // chunk for element in elements})
+    def reach_of(self, tile: Tile) -> Reach:
+        s, taps_w = self.shape, tile.taps[2]
+        stride, dilation = s.stride[2], s.dilation[2]
+        staged = tuple(map(staged_axis, tile.taps, s.stride, s.dilation, (1, 1, 1)))
+        step, hop, _ = staged[2]
+        gap = gcd(stride, dilation) if taps_w > 1 else stride  # of neighbours in a staged row, in the array
+        early = s.early if gap == 1 else 0
+        next_tile = s.itemsize * taps_w * dilation if taps_w < s.kernel[2] else 0
+        at_once = next((n for n in (16, 4, 2) if n <= s.y_bytes and next_tile % n == 0), 1)
+        if gap > 1:
+            at_once = min(s.y_bytes, s.itemsize)
+        chunk = gcd(step, 4)
+        elements = [early + tap * hop + i * step for tap in range(tile.taps_w) for i in range(self.per_word)]
+        words = chunk * len({element // self.per_word // chunk for element in elements})
+        tiles = prod(-(-k // t) for k, t in zip(s.kernel, tile.taps, strict=True))
+        return Reach(tiles, staged, early, at_once, chunk, words, Fetch.of(s.itemsize, at_once, gap))
 
     def registers(self, tile: Tile) -> int:
         """Estimate the registers of a worker's thread."""
         others = OTHER_REGISTERS[min(tile.tiles_m, 2) - 1]
-        return tile.sums + 4 * tile.taps_w + 4 * self.words(tile) + 2 * tile.tiles_m + others
+        return tile.sums + 4 * tile.taps_w + 4 * self.reach(tile).words + 2 * tile.tiles_m + others
 
     def tiles_of_weights(self, tile: Tile) -> int:
         s = self.shape
-        taps = prod(-(-k // t) for k, t in zip(s.kernel, tile.taps, strict=True))
-        return taps * -(-s.c_out // tile.channels_out) * -(-s.c_in // tile.channels_in) * s.groups
+        tiles = self.reach(tile).tiles
+        return tiles * -(-s.c_out // tile.channels_out) * -(-s.c_in // tile.channels_in) * s.groups
 
     def y_box(self, tile: Tile, box: Ints) -> tuple[int, int, int]:
         """Return what the taps of a tile reach, along W in pieces."""
-        d, h, w = (staged[2] for staged in map(staged_axis, tile.taps, self.shape.stride, self.shape.dilation, box))
-        return d, h, -(-(self.early(tile) + w) // self.piece)
+        reach = self.reach(tile)
+        (step_d, _, d), (step_h, _, h), (step_w, _, w) = reach.staged
+        w += reach.early + (box[2] - 1) * step_w
+        return (box[0] - 1) * step_d + d, (box[1] - 1) * step_h + h, -(-w // self.piece)
 
     def stage(self, tile: Tile, box: Ints) -> Stage:
-        y_box, runs = self.y_box(tile, box), box[2] // self.piece
-        step, chunk = self.staged(tile, 2, 1)[0], self.chunk(tile)
-        apart = chunk if step // chunk % 2 else 1
-        channel = at_residue(prod(y_box), apart, 2 * apart)
+        y_box, reach, runs = self.y_box(tile, box), self.reach(tile), box[2] // self.piece
+        apart = reach.chunk if reach.staged[2][0] // reach.chunk % 2 else 1
+        y_pieces, x_runs = y_box[0] * y_box[1] * y_box[2], box[0] * box[1] * runs
+        channel = at_residue(y_pieces, apart, 2 * apart)
         x_run = tile.channels_in + (1 if runs >= 8 else 2 if runs >= 4 else 4 if runs >= 2 else 0)
-        x_parts, y_parts = (1 if fetched == 16 else 4 for fetched in (self.shape.x_bytes, self.y_bytes(tile)))
+        x_parts, y_parts = 1 if self.shape.x_bytes == 16 else 4, 1 if reach.bytes == 16 else 4
         return Stage(
             y_box,
             channel,
-            pieces=box[0] * box[1] * runs * x_run + tile.channels_out * channel,
-            items=box[0] * box[1] * runs * x_parts + prod(y_box) * y_parts,
-            runs=box[0] * box[1] * runs,
+            pieces=x_runs * x_run + tile.channels_out * channel,
+            items=x_runs * x_parts + y_pieces * y_parts,
+            runs=x_runs,
         )
 
     def fits(self, tile: Tile, box: Ints, device: Device) -> bool:
@@ -351,9 +399,8 @@ class Work(WorkOnBoxes[Tile]):
     def least_cost(self, tile: Tile, device: Device) -> float:
         """Return a lower bound of a position's clocks: those of the largest box, without a halo along any axis."""
         s, of_y = self.shape, 1
-        for axis in range(3):
-            step, hop, _ = self.staged(tile, axis, 1)
-            of_y *= min(step, (tile.taps[axis] - 1) * hop + 1)
+        for step, _, reach in self.reach(tile).staged:
+            of_y *= min(step, reach)
         x_bytes = self.itemsize * min(tile.channels_in, s.c_in)
         y_bytes = self.itemsize * min(tile.channels_out, s.c_out) * of_y
         clocks = self.clocks_of(tile, tile.tiles_m / (2 * self.piece), x_bytes, y_bytes)
@@ -363,10 +410,11 @@ class Work(WorkOnBoxes[Tile]):
         positions = min(runs * self.piece, room // (STAGES * self.itemsize * channels))
         return (clocks + BOX_CLOCKS / tile.min_blocks / max(1, positions)) * self.tiles_of_weights(tile)
 
+    @of_tile
     def unit_clocks(self, tile: Tile) -> tuple[float, float, float]:
         """Estimate the clocks of all workers for two runs and 64 rows: tensor cores, shared memory, waits."""
         products = tile.taps_w * max(tile.channels_in / 2, LEAST_CLOCKS)
-        shared = tile.taps_w * tile.channels_in / 4 + 16 * self.words(tile)
+        shared = tile.taps_w * tile.channels_in / 4 + 16 * self.reach(tile).words
         return tile.workers * products, tile.workers * shared, (products + UNIT_CLOCKS) / tile.min_blocks
 
     def clocks(self, tile: Tile, box: Ints) -> float:
@@ -381,40 +429,79 @@ class Work(WorkOnBoxes[Tile]):
         """Estimate the clocks of what a box multiplies, for two runs and 64 rows a step, and fetches."""
         s, fetch, l2 = self.shape, 0.0, 0.0
         tensor, shared, workers = (steps * clocks for clocks in self.unit_clocks(tile))
-        for count, size, gap in ((x_bytes, s.x_bytes, 1), (y_bytes, self.y_bytes(tile), self.gap_w(tile))):
-            apart = SECTOR / s.itemsize if size == 1 else min(gap, SECTOR / s.itemsize)
-            shared += count * (1 if size > 2 else 3 * apart) / SHARED_BYTES_A_CLOCK
-            fetch += count / FETCHED_BYTES_A_CLOCK[s.itemsize][size] / tile.min_blocks
-            l2 += count * apart / L2_BYTES_A_CLOCK
+        for count, of in ((x_bytes, self.fetch_x), (y_bytes, self.reach(tile).fetch)):
+            shared += count * of.conflicts / SHARED_BYTES_A_CLOCK
+            fetch += count / of.rate / tile.min_blocks
+            l2 += count * of.apart / L2_BYTES_A_CLOCK
         if s.itemsize == 4:
             shared += 2 * x_bytes / SHARED_BYTES_A_CLOCK
             fetch += x_bytes / ROUNDED_BYTES_A_CLOCK[s.x_bytes] / tile.min_blocks
         busiest = max(tensor, shared, fetch, l2, workers)
         return busiest + OVERLAP * (tensor + shared + l2 - busiest)
 
+    def ideal_cost(self, tile: Tile, device: Device) -> float:
+        """Return a closer one: with as few positions, and as few that taps reach, as with any boxes."""
+        s, logarithms, tiles = self.shape, 0.0, self.tiles_of_weights(tile)
+        for ideal in self.ideals(tile):
+            x_bytes = self.itemsize * ideal.positions * min(tile.channels_in, s.c_in)
+            y_bytes = PIECE_BYTES * ideal.reached * min(tile.channels_out, s.c_out)
+            clocks = self.clocks_of(tile, ideal.positions / (2 * self.piece) * tile.tiles_m, x_bytes, y_bytes)
+            clocks += BOX_CLOCKS / tile.min_blocks * ideal.boxes
+            logarithms += log(clocks * tiles / ideal.used)
+        return exp(logarithms / len(self.typical_boxes))
+
+    def ideals(self, tile: Tile) -> list[Ideal]:
+        """Return the best in each respect of all boxes for each of the typical extents."""
+        taps = self.reach(tile)
+        if taps not in self.known_ideals:
+            self.known_ideals[taps] = [
+                Ideal(
+                    used=prod(extents),
+                    boxes=min(count for _, count in boxes),
+                    positions=min(prod(box) * count for box, count in boxes),
+                    reached=min(prod(self.y_box(tile, box)) * count for box, count in boxes),
+                )
+                for extents, boxes in self.typical_boxes
+            ]
+        return self.known_ideals[taps]
+
 
 @functools.lru_cache(maxsize=1024)
 def choose_tile(shape: Shape, device: Device) -> Tile | None:
     """Return the best tile for typical extents."""
+    return Work(shape).best_tile(bounded_tiles(shape, device), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def least_of_all(shape: Shape, device: Device) -> float:
+    """Return a lower bound of a position's clocks, whatever the tile."""
+    return min((bound for bound, _ in bounded_tiles(shape, device)), default=0.0)
+
+
+@functools.lru_cache(maxsize=1)
+def bounded_tiles(shape: Shape, device: Device) -> list[tuple[float, Tile]]:
+    """Return all tiles, each with a lower bound of a position's clocks."""
     work = Work(shape)
-    return work.best_tile(tiles(work), device)
+    return [(work.least_cost(tile, device), tile) for tile in tiles(work)]
 
 
 def tiles(work: Work) -> Iterator[Tile]:
     """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
     s = work.shape
-    eights_out, eights_in = -(-s.c_out // 8), -(-s.c_in // 8)
+    eights_out, tiles_of_channels = -(-s.c_out // 8), shares(-(-s.c_in // 8), MAX_TILES_IN)
     taps = list(itertools.product(*(shares(kernel, most) for kernel, most in zip(s.kernel, MAX_TAPS, strict=True))))
     kinds = itertools.product(KINDS, shares(eights_out, MAX_EIGHTS_OUT), taps, GROUPS)
     for (workers, blocks), channels_out, (taps_d, taps_h, taps_w), groups_w in kinds:
         if groups_w > 1 and taps_w * groups_w // 2 >= s.kernel[2]:
             continue
-        for tiles_in in shares(eights_in, MAX_TILES_IN):
-            tile = Tile(workers, 8 * channels_out, taps_d, taps_h, taps_w, tiles_in, blocks, groups_w)
-            if tile.rows <= 64 * (workers - 1) or work.words(tile) > MAX_CHUNKS * work.chunk(tile):
+        least = Tile(workers, 8 * channels_out, taps_d, taps_h, taps_w, 1, blocks, groups_w)
+        reach = work.reach(least)
+        if least.rows <= 64 * (workers - 1) or reach.words > MAX_CHUNKS * reach.chunk:
+            continue
+        if groups_w > 1 and taps_w * reach.staged[2][1] % (work.per_word * reach.chunk):
+            continue
+        room = least.worker_registers(s.index64) - (work.registers(least) - least.sums)
+        for tiles_in in tiles_of_channels:
+            if tiles_in * least.sums > room or 4 * tiles_in + BESIDE_SUMS > least.at_start:
                 break
-            if groups_w > 1 and taps_w * work.staged(tile, 2, 1)[1] % (work.per_word * work.chunk(tile)):
-                break
-            if work.registers(tile) > tile.worker_registers(s.index64) or 4 * tiles_in + BESIDE_SUMS > tile.at_start:
-                break
-            yield tile
+            yield Tile(workers, 8 * channels_out, taps_d, taps_h, taps_w, tiles_in, blocks, groups_w)

@@ -314,6 +314,7 @@ def test_tiles_have_registers_for_their_sums_and_cost_no_less_than_their_bound(l
             cost = work.typical_cost(tile, DEVICES[90])
             if cost is not None:
                 assert work.least_cost(tile, DEVICES[90]) <= cost
+                assert work.ideal_cost(tile, DEVICES[90]) <= cost * (1 + 1e-9)
                 costs[tile] = cost
         chosen = choose_tile(work.shape, DEVICES[90])
         assert chosen is not None
