@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd, inf, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -93,13 +93,15 @@ def make_weight_gradient_plan(
 
     families = (
         plan_weight_gradient_tma,
-        plan_weight_gradient_wgmma,
         plan_weight_gradient_gemm,
         plan_weight_gradient_narrow,
         plan_weight_gradient_few_channels,
         plan_weight_gradient,
     )
-    return cheapest(geometry, dtype, precision, [f(geometry, dtype, layout, precision, device) for f in families])
+    proposals = [family(geometry, dtype, layout, precision, device) for family in families]
+    least = min((proposal.cost for proposal in proposals if isinstance(proposal, Plan)), default=inf)
+    proposals.append(plan_weight_gradient_wgmma(geometry, dtype, layout, precision, device, most=least))
+    return cheapest(geometry, dtype, precision, proposals)
 
 
 def plan_weight_gradient(
