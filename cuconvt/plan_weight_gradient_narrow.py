@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, gcd, log, prod
+from typing import NamedTuple
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -83,16 +84,14 @@ class Tile:
         return 32 * (self.warps_c * self.warps_k + self.stagers)
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """How the rows of an array that a box holds lie in memory."""
 
     strides: Ints  # of channels, planes, rows, in elements
     rows_follow: bool  # without a gap
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One array's box in shared memory, in elements; the kernel computes the same."""
 
     planes: int
@@ -308,8 +307,19 @@ class Work:
             ),
         )
 
+    @functools.cached_property
+    def known_sides(self) -> dict[tuple[Ints, Ints, tuple[Memory, Memory]], tuple[Side, Side]]:
+        """What `sides` returned before: all tiles have them in common."""
+        return {}
+
     def sides(self, box: Ints, cells: Ints, memory: tuple[Memory, Memory]) -> tuple[Side, Side]:
         """Return the boxes of x and y."""
+        arguments = box, cells, memory
+        if arguments not in self.known_sides:
+            self.known_sides[arguments] = self.sides_of(*arguments)
+        return self.known_sides[arguments]
+
+    def sides_of(self, box: Ints, cells: Ints, memory: tuple[Memory, Memory]) -> tuple[Side, Side]:
         more = 2 * (self.unit // 4 - 1)
         depth, height, width = self.extent(box)
         of_x, of_y = (Memory(m.strides, m.rows_follow and width >= cells[2]) for m in memory)
@@ -398,6 +408,7 @@ class Work:
 @functools.lru_cache(maxsize=1024)
 def choose_tile(work: Work, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a cell."""
+    work = replace(work)  # what it keeps goes with it
     costs = ((work.typical_cost(tile, device), tile) for tile in tiles(work, device))
     fitting = [(cost, tile) for cost, tile in costs if cost is not None]
     if not fitting:
