@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd, prod
+from typing import Any
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -26,6 +27,7 @@ from cuconvt.plan import problem_parameters as parameters
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
 from cuconvt.plan_phase_gemm import PRECISION_CODES
+from cuconvt.plan_search import of_tile
 
 ROW = 8  # positions along W that stay together
 MAX_TAPS_W = 8  # of a warp
@@ -161,13 +163,17 @@ class _Work:
         self.products = 3 if precision == "tf32x3" else 1
         self.unit = 4 * self.per_word  # elements of a 16-byte copy
         self.gap_w = gcd(geometry.stride[2], geometry.dilation[2]) if geometry.kernel[2] > 1 else geometry.stride[2]
-        rows = not layout.out_channels_last and self.gap_w == 1
+        self.x_last, self.y_last = layout.x_channels_last, layout.out_channels_last
+        rows = not self.y_last and self.gap_w == 1
         self.early = -geometry.pad_before[2] % self.unit if rows else 0
+        self.tile: Tile | None = None  # the last one whose sizes were asked for, and these: see `of_tile`
+        self.sizes: dict[Any, Any] = {}
 
     def copy_bytes_x(self) -> int:
         """Bytes of x that may be copied at a time, likewise of y below."""
         return self._copy_bytes(self.layout.x, self.layout.x_aligned, self.geometry.c_in_per_group, 1, 0)
 
+    @of_tile
     def copy_bytes_y(self, tile: Tile) -> int:
         tap_step = 0 if tile.taps_w >= self.geometry.kernel[2] else tile.taps_w * self.geometry.dilation[2]
         gap = self.gap_w if tile.taps_w > 1 else self.geometry.stride[2]
@@ -190,24 +196,25 @@ class _Work:
         taps = g.kernel[0] * -(-g.kernel[1] // (tile.taps_h * tile.warps_h)) * -(-g.kernel[2] // tile.taps_w)
         return taps * -(-g.c_in_per_group // tile.channels_in) * -(-g.c_out_per_group // tile.channels_out) * g.groups
 
+    @of_tile
     def staged_y(self, tile: Tile) -> tuple[int, int]:
         """Return the lines of the staged box of y and the elements of each."""
         g = self.geometry
         _, _, lines = staged_axis(tile.taps_h * tile.warps_h, g.stride[1], g.dilation[1], tile.box_h)
         step, _, width = staged_axis(tile.taps_w, g.stride[2], g.dilation[2], tile.rows_w * ROW)
-        if self.layout.out_channels_last:
+        if self.y_last:
             return lines, round_up(width, step)
         return lines, round_up(self.early + width, self.unit)
 
     def x_words(self, tile: Tile) -> int:
-        if self.layout.x_channels_last:
+        if self.x_last:
             return tile.positions * at_residue(tile.channels_in // self.per_word, 4, 8)
         load = 2 // self.per_word
         return tile.channels_in * at_residue(tile.positions // self.per_word, 4 * load, 8 * load)
 
     def y_words(self, tile: Tile) -> int:
         lines, width = self.staged_y(tile)
-        if self.layout.out_channels_last:
+        if self.y_last:
             return lines * width * at_residue(tile.channels_out // self.per_word, 4, 8)
         load = self.y_load(tile)
         return tile.channels_out * at_residue(lines * width // self.per_word, 4 * load, 8 * load)
@@ -217,10 +224,12 @@ class _Work:
         step = staged_axis(tile.taps_w, self.geometry.stride[2], self.geometry.dilation[2], 1)[0]
         return gcd(2 * step // self.per_word, 4)
 
+    @of_tile
     def shared_words(self, tile: Tile) -> int:
         """Return the kernel's shared memory; it asserts the same number (SHARED) when it is compiled."""
         return max(2 * (self.x_words(tile) + self.y_words(tile)), (tile.warps_k - 1) * tile.values)
 
+    @of_tile
     def registers(self, tile: Tile) -> int:
         """Estimate the registers of a thread, on the safe side: no tile that is chosen may spill."""
         count = 4 * tile.tiles
@@ -229,7 +238,7 @@ class _Work:
         elif self.per_word == 1:
             count += 48 + 3 * tile.tiles_in
         else:
-            count += 60 + 6 * tile.tiles_in + (8 if self.layout.out_channels_last else 0)
+            count += 60 + 6 * tile.tiles_in + (8 if self.y_last else 0)
         if tile.taps_w > 3:
             count += 12 * (tile.taps_h * tile.tiles_out - 1)
         return with_margin(count, self.device)
@@ -252,9 +261,9 @@ class _Work:
     def copied_channels(self, tile: Tile) -> int:
         """Return how many channels of a row of x or y a thread copies, the larger number of both."""
         rows = []
-        if not self.layout.x_channels_last:
+        if not self.x_last:
             rows.append((tile.positions, tile.channels_in))
-        if not self.layout.out_channels_last:
+        if not self.y_last:
             rows.append((prod(self.staged_y(tile)), tile.channels_out))
         return max((_share(elements // self.per_word, channels, tile.block) for elements, channels in rows), default=0)
 
@@ -264,7 +273,7 @@ class _Work:
         steps = tile.positions / ROW / self.per_word * tile.warps_c  # of eight words along K, of all warps
         mma = steps * tile.tiles * self.products * MMA_CLOCKS
         words = 2 * tile.taps_w  # a lane needs along W, if it cannot share them
-        if not self.layout.out_channels_last:
+        if not self.y_last:
             step, hop, _ = staged_axis(tile.taps_w, g.stride[2], g.dilation[2], 1)
             load = self.y_load(tile)
             firsts = [tap * hop + more for tap in range(tile.taps_w) for more in (0, step)]
@@ -295,8 +304,8 @@ class _Work:
         lines, width = self.staged_y(tile)
         total = 0.0
         sides = (
-            (self.copy_bytes_x(), self.layout.x_channels_last, tile.channels_in, tile.positions),
-            (self.copy_bytes_y(tile), self.layout.out_channels_last, tile.channels_out, lines * width),
+            (self.copy_bytes_x(), self.x_last, tile.channels_in, tile.positions),
+            (self.copy_bytes_y(tile), self.y_last, tile.channels_out, lines * width),
         )
         for copy_bytes, last, channels, positions in sides:
             copies = channels * positions * 4 / self.per_word / max(4, copy_bytes)
@@ -315,10 +324,10 @@ def _share(words: int, channels: int, threads: int) -> int:
 def _best_tile(work: _Work) -> Tile | None:
     """Choose the tile in two rounds: channels and taps with one box, and then the box."""
     boxes = {1: ((1, 8), (1, 16), (1, 32)), 2: ((8, 1), (4, 2), (8, 2), (4, 4)), 3: ((8, 1), (4, 2), (8, 2), (4, 4))}
-    candidates = [tile for tile in _tiles(work) if work.fits(tile)]
-    if not candidates:
+    fitting = (tile for tile in _tiles(work) if work.fits(tile))
+    best = min(fitting, key=work.clocks_a_position, default=None)
+    if best is None:
         return None
-    best = min(candidates, key=work.clocks_a_position)
     shapes = [replace(best, box_h=h, rows_w=w) for h, w in boxes[work.geometry.rank]]
     return min((tile for tile in (best, *shapes) if work.fits(tile)), key=work.clocks_a_position)
 
@@ -336,11 +345,12 @@ def _tiles(work: _Work) -> Iterator[Tile]:
         for tiles_out, warps_out in _shares(-(-g.c_out_per_group // 8), 4, 8):
             for taps_w in sorted(widths):
                 for taps_h, warps_h in sorted(heights):
-                    tile = Tile(tiles_in, warps_in, tiles_out, warps_out, taps_h, warps_h, taps_w, 1, box_h, rows_w)
-                    if 4 * tile.tiles > MAX_SUMS or tile.warps_c > MAX_WARPS:
+                    warps_c = warps_in * warps_out * warps_h
+                    if 4 * tiles_in * tiles_out * taps_h * taps_w > MAX_SUMS or warps_c > MAX_WARPS:
                         continue
-                    for warps_k in {1, max(1, 4 // tile.warps_c), max(1, MAX_WARPS // tile.warps_c)}:
-                        yield replace(tile, warps_k=warps_k)
+                    of_warps = (tiles_in, warps_in, tiles_out, warps_out, taps_h, warps_h, taps_w)
+                    for warps_k in {1, max(1, 4 // warps_c), max(1, MAX_WARPS // warps_c)}:
+                        yield Tile(*of_warps, warps_k, box_h, rows_w)
 
 
 def _shares(count: int, most: int, most_warps: int) -> Iterator[tuple[int, int]]:
