@@ -89,7 +89,7 @@ class Tile:
     apart: tuple[int, int, int]  # neighbours of them
     min_blocks: int = 1
 
-    @property
+    @functools.cached_property
     def units(self) -> int:
         """Products of a worker, for a step."""
         return -(-prod(self.taps) * self.tiles_m // self.workers)
@@ -107,12 +107,12 @@ class Tile:
         """Of 64 channels of x and y, that are copied."""
         return -(-self.channels_in // CHANNELS), -(-self.channels_out // CHANNELS)
 
-    @property
+    @functools.cached_property
     def sums(self) -> int:
         """Registers of a worker's thread that hold sums."""
         return self.units * 4 * self.tiles_n
 
-    @property
+    @functools.cached_property
     def values(self) -> int:
         """Weights of a block, and what its tile reaches beyond them."""
         return 128 * self.workers * self.sums
@@ -331,40 +331,47 @@ def _reach(geometry: Geometry) -> Iterator[int]:
         yield max((x + LARGEST_BOX) * s + k * d, o, p)
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """How boxes of all tiles of weights are shared by blocks, as the kernel does."""
 
     tiles: int
     boxes: int
     of_block: int  # boxes of a block
 
-    @property
+    @functools.cached_property
     def whole(self) -> int:
         """Blocks that have a tile alone."""
         return self.boxes // self.of_block
 
-    @property
+    @functools.cached_property
     def rest(self) -> int:
         """Boxes of a tile that are left."""
         return self.boxes % self.of_block
 
-    @property
+    @functools.cached_property
     def blocks(self) -> int:
         return self.whole * self.tiles + -(-self.rest * self.tiles // self.of_block)
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         return self.blocks + (self.tiles if self.rest else 0)
 
-    @property
+    @functools.cached_property
     def parts(self) -> int:
         """The most of a tile."""
         return self.whole + (2 if self.rest else 0)
 
-    @property
+    @functools.cached_property
     def parts_of_block(self) -> int:
         """The most of a block."""
         return 1 + min(self.tiles - 1, -(-(self.of_block - 1) // self.rest)) if self.rest else 1
+
+
+@functools.lru_cache(maxsize=4096)
+def share_of(tiles: int, boxes: int, of_block: int) -> Share:
+    """Return the same one for the same numbers, which many tiles have."""
+    return Share(tiles, boxes, of_block)
 
 
 class Launch(NamedTuple):
@@ -512,7 +519,7 @@ class Work(WorkOnBoxes[Tile]):
         tiles = self.tiles_of_weights(tile)
         held = tile.min_blocks * device.multiprocessors
         for of_block in sorted({-(-tiles * boxes // held), -(-boxes // max(1, held // tiles)), boxes}):
-            share = Share(tiles, boxes, of_block)
+            share = share_of(tiles, boxes, of_block)
             if 4 * tile.values * share.slots <= room and share.blocks <= MAX_GRID and tiles * boxes < 2**31:
                 yield share
 
