@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd, inf, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -85,14 +85,16 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
 
     families = (
         plan_correlate_disjoint,
-        plan_correlate_wgmma,
         plan_correlate_rows,
         plan_correlate_gemm,
         plan_correlate_narrow,
         plan_correlate_few_channels,
         plan_correlate,
     )
-    return cheapest(geometry, dtype, precision, [f(geometry, dtype, layout, precision, device) for f in families])
+    proposals = [family(geometry, dtype, layout, precision, device) for family in families]
+    least = min((proposal.cost for proposal in proposals if isinstance(proposal, Plan)), default=inf)
+    proposals.append(plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=least))
+    return cheapest(geometry, dtype, precision, proposals)
 
 
 def plan_correlate(

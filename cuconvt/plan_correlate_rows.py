@@ -319,7 +319,7 @@ class Work(correlate_wgmma.Work):
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all channels of a group)."""
     work = Work.of(shape)
-    return phase_wgmma.best_tile(work, tiles(work), device)
+    return phase_wgmma.best_tile(work, ((work.least_cost(tile), tile) for tile in tiles(work)), device)
 
 
 def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, gcd, prod
+from math import ceil, gcd, inf, prod
 from typing import NamedTuple
 
 from cuconvt import plan_phase_wgmma as phase_wgmma
@@ -73,6 +73,9 @@ MAX_CHAIN = 6  # products of three parts that a tensor core sums up, where a slo
 # fitted to about 800 tiles' times for 33 problems.
 L2_BYTES_A_CLOCK = 140
 INSTRUCTIONS_A_CLOCK = 0.83
+# The bound of a tile may be above its cost where fewer items than it has rows take a batch less; that of the cheapest
+# tile was not for any of 432 problems.
+BOUND_ABOVE_COST = 1.1
 DEEP = 0.49  # of the waits for chunks are left where four of them are staged ahead
 FEW_POSITIONS = 410  # that a layer of many channels may have for each multiprocessor
 
@@ -125,15 +128,28 @@ class Tile(phase_wgmma.Tile):
 
 
 def plan_correlate_wgmma(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
+    geometry: Geometry,
+    dtype: str,
+    layout: Layout,
+    precision: str | None,
+    device: Device,
+    tile: Tile | None = None,
+    most: float = inf,
 ) -> Plan | Refusal:
-    """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve."""
+    """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve.
+
+    Also where its cost must be more than `most`: to find the best of its tiles takes long.
+    """
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal("correlate_wgmma", reason)
     work = Work(*as_read(geometry, layout), dtype, precision)
     if tile is not None:
         cost = work.typical_cost(tile, device)
         return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
+    g = geometry
+    least = OTHERS * least_of_all(work.shape) * prod(g.x_extent) * g.groups * g.n
+    if least > BOUND_ABOVE_COST * most:
+        return Refusal("correlate_wgmma", f"cost at least {least:.3g} against {most:.3g}")
     choice = choose_tile(work.shape, device)
     if choice is None:
         reason = f"no box with its halo fits into {device.shared_bytes} bytes of shared memory"
@@ -502,7 +518,22 @@ class Work(phase_wgmma.Work):
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all channels of a group)."""
     work = Work.of(shape)
-    return phase_wgmma.best_tile(work, tiles(work), device)
+    return phase_wgmma.best_tile(work, bounded_tiles(shape), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def least_of_all(shape: Shape) -> float:
+    """Return a lower bound of the clocks of a position, whatever the tile, as they are compared with other kernels'."""
+    return min(
+        (bound * (min(BOXED_COMPARED) if tile.boxed else 1) for bound, tile in bounded_tiles(shape)), default=0.0
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def bounded_tiles(shape: Shape) -> list[tuple[float, Tile]]:
+    """Return all tiles, each with a lower bound of the clocks of a position."""
+    work = Work.of(shape)
+    return [(work.least_cost(tile), tile) for tile in tiles(work)]
 
 
 def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:

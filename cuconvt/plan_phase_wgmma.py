@@ -915,13 +915,16 @@ def _count(extents: Ints, box: Ints) -> int:
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all phases, all channels of a group)."""
     work = Work.of(shape)
-    return best_tile(work, tiles(work), device)
+    return best_tile(work, ((work.least_cost(tile), tile) for tile in tiles(work)), device)
 
 
-def best_tile(work: Work, candidates: Iterable[AnyTile], device: Device) -> tuple[AnyTile, float] | None:
-    """Return the tile with the least cost for typical extents, with that, or None if no box of any fits."""
+def best_tile(work: Work, bounded: Iterable[tuple[float, AnyTile]], device: Device) -> tuple[AnyTile, float] | None:
+    """Return the tile with the least cost for typical extents, with that, or None if no box of any fits.
+
+    Each tile comes with its lower bound.
+    """
     best = cheapest_tile(
-        ((work.least_cost(tile), tile) for tile in candidates),
+        bounded,
         lambda tile: work.ideal_cost(tile, device),
         lambda tile: work.typical_cost(tile, device),
     )
