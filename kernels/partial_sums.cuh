@@ -5,6 +5,9 @@
 
 #include "common.cuh"
 
+// How many tiles of so many channels or groups there are.
+__device__ __forceinline__ int tiles_of(long long count, int tile) { return (int)((count + tile - 1) / tile); }
+
 // The weight that an accumulator belongs to; tiles may reach beyond the channels and taps that there are.
 struct Weight {
     long long group;

@@ -106,8 +106,6 @@ static_assert(THREADS % 32 == 0, "whole warps");
 static_assert(BOX_W % POSITIONS == 0, "whole runs");
 static_assert(SHARED_BYTES == 0 || SHARED * sizeof(Acc) == SHARED_BYTES, "the plan's shared memory is not the kernel's");
 
-__device__ __forceinline__ int tiles_of(long long count, int tile) { return (int)((count + tile - 1) / tile); }
-
 // Tiles of all weights.
 __device__ __forceinline__ long long tiles_of_weights(const Problem& p) {
     return (long long)TILES_D * TILES_H * TILES_W * tiles_of(p.c_out, TILE_OUT) * tiles_of(p.c_in, TILE_IN) *

@@ -403,8 +403,6 @@ __device__ __forceinline__ void multiply(float (&acc)[TILES][4], const unsigned*
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int tiles_of(long long count, int tile) { return (int)((count + tile - 1) / tile); }
-
 // Tiles of all weights.
 __device__ __forceinline__ long long tiles_of_weights(const Problem& p) {
     return (long long)KERNEL_D * TILES_H * TILES_W * tiles_of(p.c_out, TILE_OUT) * tiles_of(p.c_in, TILE_IN) * p.groups;

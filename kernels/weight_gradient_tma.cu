@@ -109,8 +109,6 @@ constexpr int MAX_STAGES = 8, ALIGNMENT = 1024;  // of what copies bring
 
 // ---- weights ---------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int tiles_of(long long count, int tile) { return (int)((count + tile - 1) / tile); }
-
 // Tiles of all weights.
 __device__ __forceinline__ unsigned tiles_of_weights(const Problem& p) {
     return (unsigned)(TILES_OF_TAPS * tiles_of(p.c_out, CHANNELS_OUT) * tiles_of(p.c_in, CHANNELS_IN) * p.groups);

@@ -73,7 +73,6 @@
 #define WORKER_REGISTERS 232
 #define STAGER_REGISTERS 40
 #endif
-#include "weight_boxes.cuh"
 
 typedef Element<DTYPE>::Stored Stored;
 
@@ -123,6 +122,29 @@ struct Box {
     __device__ __forceinline__ int stage() const { return x_pieces + CHANNELS_OUT * y_channel; }
 };
 
+// What a thread fetches at a time, of some channels: where it is from the box's first element, and its place in shared memory.
+struct alignas(16) Item {
+    Index offset, w;
+    short d, h;
+    unsigned short place;
+};
+
+// Where a box starts in its array; it may be outside.
+struct Origin {
+    Index d, h, w, offset;
+    const long long* extent;
+
+    __device__ __forceinline__ Origin(Index d, Index h, Index w, const long long* extent, const long long* stride)
+        : d(d), h(h), w(w), offset(d * (Index)stride[2] + h * (Index)stride[3] + w * (Index)stride[4]), extent(extent) {}
+
+    __device__ __forceinline__ bool has_row(const Item& item) const {
+        return within(d + item.d, extent[0]) && within(h + item.h, extent[1]);
+    }
+    __device__ __forceinline__ bool contains(const Item& item) const {
+        return has_row(item) && within(w + item.w, extent[2]);
+    }
+};
+
 __device__ __forceinline__ Item find_item_of_x(int i, const Problem& p, const Box& box) {
     const int run = i / box.x_parts, row = run / box.runs, part = i % box.x_parts;
     Item item;
@@ -146,6 +168,27 @@ __device__ __forceinline__ Item find_item_of_y(int i, const Problem& p, const Bo
 }
 
 // ---- staging ---------------------------------------------------------------------------------------------------------
+
+// Stages in shared memory, filled by stagers and used by workers.
+struct Ring {
+    Barrier *full, *free;
+    int place = 0, round = 0;
+
+    __device__ __forceinline__ explicit Ring(Barrier* barriers) : full(barriers), free(barriers + STAGES) {}
+    __device__ __forceinline__ void wait_until_free() const {
+        if (round) barrier_wait(free + place, (round - 1) & 1);
+    }
+    __device__ __forceinline__ void wait_until_full() const { barrier_wait(full + place, round & 1); }
+    // Of a stage that this thread has filled; workers may use it once all stagers are done with it.
+    __device__ __forceinline__ void announce() {
+        publish_shared_writes();
+        barrier_arrive(full + place);
+        next();
+    }
+    __device__ __forceinline__ void next() {
+        if (++place == STAGES) place = 0, ++round;
+    }
+};
 
 typedef Pack<unsigned, PIECE_WORDS> Piece;
 
