@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -210,6 +210,11 @@ def cheapest(geometry: Geometry, dtype: str, precision: str | None, proposals: l
     plan = best_of(geometry, proposals)
     show(plan, geometry, dtype, precision)
     return plan
+
+
+def least_cost(proposals: list[Plan | Refusal]) -> float:
+    """Return what another kernel has to beat."""
+    return min((proposal.cost for proposal in proposals if isinstance(proposal, Plan)), default=inf)
 
 
 def best_of(geometry: Geometry, proposals: list[Plan | Refusal]) -> Plan:

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, inf, prod
+from math import gcd, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -25,6 +25,7 @@ from cuconvt.plan import (
     at_residue,
     axis_macros,
     cheapest,
+    least_cost,
     needs_64_bits,
     problem_parameters,
     refuse_steps,
@@ -92,8 +93,8 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
         plan_correlate,
     )
     proposals = [family(geometry, dtype, layout, precision, device) for family in families]
-    least = min((proposal.cost for proposal in proposals if isinstance(proposal, Plan)), default=inf)
-    proposals.append(plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=least))
+    most = least_cost(proposals)
+    proposals.append(plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=most))
     return cheapest(geometry, dtype, precision, proposals)
 
 

@@ -23,6 +23,7 @@ from cuconvt.plan import (
     Refusal,
     axis_macros,
     cheapest,
+    least_cost,
     problem_parameters,
     refuse_steps,
     round_up,
@@ -96,21 +97,27 @@ def make_weight_gradient_plan(
         plan_weight_gradient_gemm,
         plan_weight_gradient_narrow,
         plan_weight_gradient_few_channels,
-        plan_weight_gradient,
     )
     proposals = [family(geometry, dtype, layout, precision, device) for family in families]
-    least = min((proposal.cost for proposal in proposals if isinstance(proposal, Plan)), default=inf)
-    proposals.append(plan_weight_gradient_wgmma(geometry, dtype, layout, precision, device, most=least))
+    for last in (plan_weight_gradient_wgmma, plan_weight_gradient):
+        proposals.append(last(geometry, dtype, layout, precision, device, most=least_cost(proposals)))
     return cheapest(geometry, dtype, precision, proposals)
 
 
 def plan_weight_gradient(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, most: float = inf
 ) -> Plan | Refusal:
-    """Propose the cheapest tile. The kernel computes in float32 (float64 for float64), which serves every precision."""
+    """Propose the cheapest tile. The kernel computes in float32 (float64 for float64), which serves every precision.
+
+    Not where its cost must be more than `most`, since multiply-adds alone take longer.
+    """
     if reason := refuse_steps(geometry):
         return Refusal("weight_gradient", reason)
     g = geometry
+    lanes = LANES // 2 if dtype == "float64" else LANES
+    times = COMPARED * g.n * prod(g.x_extent) / lanes
+    if (least := times * g.taps * g.c_in * g.c_out_per_group) > most:
+        return Refusal("weight_gradient", f"cost at least {least:.3g} against {most:.3g}")
     tile = min(_tiles(g, dtype, layout, device), key=lambda t: _cost_a_position(g, t), default=None)
     if tile is None:
         return Refusal("weight_gradient", f"no tile fits into {device.shared_bytes} bytes of shared memory")
@@ -136,7 +143,6 @@ def plan_weight_gradient(
         ("MIN_BLOCKS", THREADS_A_MULTIPROCESSOR // THREADS),
         ("SHARED_BYTES", shared),
     )
-    lanes = LANES // 2 if dtype == "float64" else LANES
     return Plan(
         kernel="weight_gradient",
         defines=defines,

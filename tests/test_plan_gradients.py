@@ -352,6 +352,20 @@ def test_no_tile_of_weights_takes_less_than_its_bound(problem: Problem) -> None:
         assert best == next(cost for _, cost, tile in costs if tile == chosen), dtype
 
 
+@pytest.mark.parametrize("family", [plan_correlate_wgmma, plan_weight_gradient, plan_weight_gradient_wgmma])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", ["kb61", "kb72", "kb77"])
+def test_a_kernel_is_left_out_only_where_it_costs_more(family: Any, last: bool, name: str) -> None:
+    geometry = geometry_of(FIXED[name])
+    arguments = (geometry, "bfloat16", layout_of(geometry, last), None, DEVICES[90])
+    plan = family(*arguments)
+    assert isinstance(plan, Plan)
+    assert family(*arguments, most=plan.cost) == plan
+    refusal = family(*arguments, most=1e-6 * plan.cost)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason.startswith("cost at least ")
+
+
 def test_more_slots_of_weights_only_where_there_is_room() -> None:
     """Neither boxes nor what L1 keeps of rows may become less for them; of both outcomes there are some."""
     rings = set()
