@@ -54,6 +54,7 @@ MEMORY_BYTES_A_CLOCK = 25
 INSTRUCTIONS_A_CLOCK = 3.6
 OVERLAP = 0.46  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS, CHUNK_CLOCKS = 1000, 670  # in which a block waits: for a box, and for a chunk of channels
+TWO_BLOCKS = 0.94  # of the estimate, of 16-bit tiles of two blocks with four stages each: so they were in four layers
 STEP_CLOCKS = 39  # in which a worker waits: for words of a group of channels
 # By bytes of an element and products: the other kernels' estimates are as much more optimistic.
 COMPARED = {(4, 3): 0.86, (4, 1): 0.84, (2, 1): 1.1}
@@ -309,6 +310,8 @@ class Work(correlate_wgmma.Work):
         of_stages = self.stages(tile) * CHUNK_CLOCKS * (2 if tile.x_stages == 2 else 1)
         waits = BOX_CLOCKS + of_stages + steps / tile.workers * STEP_CLOCKS
         clocks = busiest + OVERLAP * others + waits / tile.min_blocks
+        if s.itemsize == 2 and tile.min_blocks == 2 and tile.x_stages > 2:
+            clocks *= TWO_BLOCKS
         # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
         share = FEW_POSITIONS if max(s.c_in, s.c_out) >= WIDE else POSITIONS
         rounds = share * s.c_out / (tile.rows * 8 * tile.tiles_c * tile.min_blocks)

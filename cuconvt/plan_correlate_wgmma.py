@@ -60,6 +60,7 @@ REGISTERS = {
 }
 # The same where bulk tensor copies bring x: two threads stage.
 REGISTERS_OF_BOXED = {(2, 1, 1): ((232, 40),), (1, 1, 2): ((216, 40),), (3, 1, 1): ((152, 40),)}
+FOLDED_BYTES = 128  # of a row: channels of all taps along W
 MAX_REACHED = 2**30  # positions that they count, with those of a box beyond the last
 SWIZZLED = 1024  # bytes after which a swizzle repeats
 ALL_REGISTERS = 65536  # of a multiprocessor
@@ -121,6 +122,7 @@ class Tile(phase_wgmma.Tile):
     classes: int = 1  # along W that are staged at a time
     slot_classes: int = 1  # of these, how many have their weights in one slot
     boxed: bool = False  # whether bulk tensor copies bring x
+    fold: int = 1  # taps along W that are channels of x
 
     @property
     def class_steps(self) -> int:
@@ -142,19 +144,24 @@ def plan_correlate_wgmma(
     """
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal("correlate_wgmma", reason)
-    work = Work(*as_read(geometry, layout), dtype, precision)
     if tile is not None:
+        work = Work(*as_read(geometry, layout, tile.fold), dtype, precision, tile.fold)
         cost = work.typical_cost(tile, device)
         return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
+    shapes = [
+        Work(*as_read(geometry, layout, fold), dtype, precision, fold).shape
+        for fold in (1, geometry.kernel[2])
+        if fold == 1 or _can_fold(geometry, layout, dtype, precision)
+    ]
     g = geometry
-    least = OTHERS * least_of_all(work.shape) * prod(g.x_extent) * g.groups * g.n
+    least = OTHERS * min(map(least_of_all, shapes)) * prod(g.x_extent) * g.groups * g.n
     if least > BOUND_ABOVE_COST * most:
         return Refusal("correlate_wgmma", f"cost at least {least:.3g} against {most:.3g}")
-    choice = choose_tile(work.shape, device)
-    if choice is None:
+    choices = [choice for shape in shapes if (choice := choose_tile(shape, device)) is not None]
+    if not choices:
         reason = f"no box with its halo fits into {device.shared_bytes} bytes of shared memory"
         return Refusal("correlate_wgmma", reason)
-    tile, cost = choice
+    tile, cost = min(choices, key=lambda choice: choice[1])
     return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
 
 
@@ -191,8 +198,36 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
             yield plan
 
 
-def as_read(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
-    """Return the problem with the names of the kernel: x is read, and the weight has the channels of x first."""
+def _can_fold(geometry: Geometry, layout: Layout, dtype: str, precision: str | None) -> bool:
+    """Whether taps along W can be channels of what is read, so that a row is of up to 128 bytes of memory.
+
+    They follow each other where kernel = stride, and copies can bring them.
+    """
+    g, taps = geometry, geometry.kernel[2]
+    itemsize = 4 if dtype == "float32" else 2
+    is_whole = taps == g.stride[2] and g.dilation[2] == 1 and not g.pad_before[2] % taps and not g.out_extent[2] % taps
+    if taps == 1 or not is_whole or g.groups > 1 or taps * g.c_out * itemsize > FOLDED_BYTES:
+        return False
+    read = as_read(g, layout)[1]
+    return read.x[1] == 1 and read.x[4] == g.c_out and Work(*as_read(g, layout, taps), dtype, precision).shape.boxes
+
+
+def as_read(geometry: Geometry, layout: Layout, fold: int = 1) -> tuple[Geometry, Layout]:
+    """Return the problem with the names of the kernel: x is read, and the weight has the channels of x first.
+
+    With `fold`, so many taps along W are channels of x, and no taps any more.
+    """
+    if fold > 1:
+        g, read = as_read(geometry, layout)
+        folded = dataclasses.replace(
+            g,
+            c_in=fold * g.c_in,
+            kernel=(*g.kernel[:2], 1),
+            stride=(*g.stride[:2], 1),
+            pad_before=(*g.pad_before[:2], g.pad_before[2] // fold),
+            x_extent=(*g.x_extent[:2], g.x_extent[2] // fold),
+        )
+        return folded, dataclasses.replace(read, x=(*read.x[:4], fold * read.x[4]))
     g = geometry
     group, c_in, c_out, *taps = weight_strides(g, layout)
     swapped = dataclasses.replace(g, c_in=g.c_out, c_out=g.c_in, x_extent=g.out_extent, out_extent=g.x_extent)
@@ -214,8 +249,10 @@ def plan_tile(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile, cost: float = 0.0
 ) -> Plan | Refusal:
     """Plan a problem with a given tile."""
-    g, read = as_read(geometry, layout)
-    work = Work(g, read, dtype, precision)
+    if tile.fold > 1 and not (tile.fold == geometry.kernel[2] and _can_fold(geometry, layout, dtype, precision)):
+        return Refusal("correlate_wgmma", "taps of this tile are no channels of x")
+    g, read = as_read(geometry, layout, tile.fold)
+    work = Work(g, read, dtype, precision, tile.fold)
     if tile.boxed and not work.shape.boxes:
         return Refusal("correlate_wgmma", "bulk tensor copies of this tile cannot bring x")
     tiles_c = -(-g.c_out_per_group // (8 * tile.tiles_c))
@@ -230,12 +267,13 @@ def plan_tile(
     index64 = reads_need_64_bits(geometry, layout, box.extent)
     x_vector = work.reads_vectors(tile, g, read)
     own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64, "BOXED": tile.boxed}
+    own["FOLD"] = tile.fold
     registers = work.registers(tile)
     if registers is None:
         return Refusal("correlate_wgmma", "the sums of this tile do not fit into registers")
     defines = phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers)
     unstrided, strided, narrow = BOXED_COMPARED
-    compared = narrow if g.c_out_per_group < MEASURED_CHANNELS else unstrided if max(g.stride) == 1 else strided
+    compared = narrow if g.c_out_per_group < MEASURED_CHANNELS else unstrided if work.unstrided else strided
     slots = g.groups * tiles_c * work.slots(tile)
     weights = g.groups * tiles_c if tile.resident else 1
     return Plan(
@@ -281,7 +319,7 @@ class Work(phase_wgmma.Work):
     extents = extents_of_rows = TYPICAL_EXTENTS
     extents_of_wide = extents_of_wide_rows = TYPICAL_EXTENTS_OF_WIDE
 
-    def __init__(self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None):
+    def __init__(self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None, fold: int = 1):
         g = geometry
         self.shape = Shape(
             g.rank,
@@ -297,12 +335,14 @@ class Work(phase_wgmma.Work):
             pairs=False,
             late=(0, 0, 0),
             boxes=precision != "tf32x3" and _are_boxes(g, layout, 4 if dtype == "float32" else 2),
+            fold=fold,
         )
         self._derive()
 
     def _derive(self) -> None:
         super()._derive()
         self.compared = phase_wgmma.COMPARED
+        self.unstrided = max(self.shape.stride) == self.shape.fold == 1
         s = self.shape
         self.taps = tuple(-(-k // step) for k, step in zip(s.kernel, self.steps, strict=True))  # of a class, at most
         of_classes = (-(-(s.kernel[2] - first) // self.steps[2]) for first in range(self.live[2]))
@@ -464,7 +504,7 @@ class Work(phase_wgmma.Work):
         s, columns = self.shape, self.columns(tile)
         rates = BY_THREADS
         if tile.boxed:
-            rates = BOXED_UNSTRIDED if max(s.stride) == 1 else BOXED
+            rates = BOXED_UNSTRIDED if self.unstrided else BOXED
         rows = s.kernel[0] * s.kernel[1] * -(-s.c_in // self.channels(tile))  # of taps along W
         products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team * s.products
         if tile.merge_w:  # some classes have a tap less
@@ -506,7 +546,7 @@ class Work(phase_wgmma.Work):
         waits = stages * rates.chunk * (1 if tile.x_stages == 2 else DEEP) + rates.box
         at_once = tile.min_blocks * tile.workers // tile.team  # boxes of a multiprocessor
         clocks = busiest + rates.overlap * others + waits / at_once
-        if tile.boxed and tile.take_turns and max(s.stride) == 1:
+        if tile.boxed and tile.take_turns and self.unstrided:
             clocks *= TURNS
         # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
         share = rates.positions[0 if max(s.c_in, s.c_out) >= WIDE else 1]
@@ -529,7 +569,7 @@ def least_of_all(shape: Shape) -> float:
     )
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def bounded_tiles(shape: Shape) -> list[tuple[float, Tile]]:
     """Return all tiles, each with a lower bound of the clocks of a position."""
     work = Work.of(shape)
@@ -544,7 +584,7 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
     boxed_kinds = [(kind, True) for kind in REGISTERS_OF_BOXED] if shape.boxes and max(shape.stride) <= MAX_STEP else []
     # Without a stride, boxes have the least estimated time wherever they fit: in all of 1056 problems.
-    alone = boxed_kinds and max(shape.stride) == 1
+    alone = boxed_kinds and (max(shape.stride) == 1 or shape.fold > 1)
     kinds = boxed_kinds if alone else [*((kind, False) for kind in REGISTERS), *boxed_kinds]
     for ((workers, stagers, blocks), boxed), merge_w, tiles_c, tiles_m, classes, steps, deep in itertools.product(
         kinds,
@@ -577,6 +617,7 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
             classes=classes,
             slot_classes=classes,
             boxed=boxed,
+            fold=shape.fold,
         )
         if steps > 1 and (work.channels(tile) >= 2 * shape.c_in or (tile.k_steps > MAX_K_STEPS and not boxed)):
             continue

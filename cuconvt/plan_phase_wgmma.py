@@ -398,6 +398,7 @@ class Shape:
     run: int = 1  # outputs along W of a position that may be written at a time
     plane_step: int = 1  # planes of the result for one that taps reach, of which the others are filled
     boxes: bool = False  # whether bulk tensor copies can bring x
+    fold: int = 1  # taps along W that are channels of x
 
 
 class Work:

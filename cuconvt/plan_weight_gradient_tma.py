@@ -88,6 +88,7 @@ class Tile:
     taps: tuple[int, int, int]  # along D, H, W
     apart: tuple[int, int, int]  # neighbours of them
     min_blocks: int = 1
+    fold: int = 1  # taps along W that are channels of y
 
     @functools.cached_property
     def units(self) -> int:
@@ -141,12 +142,22 @@ class Shape:
     c_out: int
     x_turned: bool  # whether it is made channels-last before
     y_turned: bool
+    fold: int = 1  # taps along W that are channels of y
 
     @classmethod
-    def of(cls, geometry: Geometry, x_turned: bool, y_turned: bool) -> Shape:
-        g = geometry
+    def of(cls, sides: Sides) -> Shape:
+        g = sides.geometry
         return cls(
-            g.rank, g.kernel, g.stride, g.dilation, g.groups, g.c_in_per_group, g.c_out_per_group, x_turned, y_turned
+            g.rank,
+            g.kernel,
+            g.stride,
+            g.dilation,
+            g.groups,
+            g.c_in_per_group,
+            g.c_out_per_group,
+            sides.turn_x is not None,
+            sides.turn_y is not None,
+            sides.fold,
         )
 
 
@@ -169,6 +180,7 @@ class Sides(NamedTuple):
     y: Array
     turn_x: Ints | None  # ``struct Turn`` without its blocks
     turn_y: Ints | None
+    fold: int = 1  # taps along W that are channels of y
 
     @classmethod
     def of(cls, geometry: Geometry, layout: Layout) -> Sides:
@@ -189,6 +201,28 @@ class Sides(NamedTuple):
             turn_y = turn_of(y, first, layout.out_aligned)
             y = _channels_last(y.extents)
         return cls(g, x, y, turn_x, turn_y)
+
+    def folded(self) -> Sides | None:
+        """Return the same with the taps along W as channels of y, which follow each other where kernel = stride.
+
+        Rows that are copied are longer, where they are shorter than 128 bytes, and fewer tiles of taps read x.
+        """
+        g, (extents, strides) = self.geometry, self.y
+        taps, (n, channels, d, h, w) = g.kernel[2], extents
+        is_whole = taps == g.stride[2] and g.dilation[2] == 1 and not g.pad_before[2] % taps and not w % taps
+        follow_each_other = g.groups == 1 and strides[1] == 1 and strides[4] == channels
+        if taps == 1 or channels >= CHANNELS or not is_whole or not follow_each_other:
+            return None
+        folded = dataclasses.replace(
+            g,
+            c_out=taps * channels,
+            kernel=(*g.kernel[:2], 1),
+            stride=(*g.stride[:2], 1),
+            pad_before=(*g.pad_before[:2], g.pad_before[2] // taps),
+            out_extent=(*g.out_extent[:2], w // taps),
+        )
+        y = Array((n, taps * channels, d, h, w // taps), (*strides[:4], taps * channels))
+        return self._replace(geometry=folded, y=y, fold=taps)
 
 
 def _reached(geometry: Geometry, y: Array) -> tuple[Geometry, Array, int]:
@@ -258,12 +292,19 @@ def plan_weight_gradient_tma(
     room = MAX_WORKSPACE_BYTES - turned
     if room < 0:
         return Refusal(name, f"turned arrays take {turned} bytes, more than {MAX_WORKSPACE_BYTES}")
-    work = Work(Shape.of(g, sides.turn_x is not None, sides.turn_y is not None))
-    if tile is None:
-        tile = choose_tile(work.shape, device)
-    cost = None if tile is None else work.typical_cost(tile, device)
-    if tile is None or cost is None:
+    choices = []
+    for way in (sides, sides.folded()):
+        if way is None or (tile is not None and tile.fold != way.fold):
+            continue
+        work = Work(Shape.of(way))
+        best = tile or choose_tile(work.shape, device)
+        cost = None if best is None else work.typical_cost(best, device)
+        if best is not None and cost is not None:
+            choices.append((cost, way, work, best))
+    if not choices:
         return Refusal(name, "no box with what its taps reach is one that is copied to shared memory")
+    cost, sides, work, tile = min(choices, key=lambda choice: choice[0])
+    g = sides.geometry
     choice = work.best_launch(tile, g.n, g.x_extent, device, room)
     if choice is None:
         return Refusal(name, "tiles of weights, or their boxes, are more than it counts or has room for")
@@ -278,6 +319,7 @@ def plan_weight_gradient_tma(
         ("TILES_M", tile.tiles_m),
         ("TILES_N", tile.tiles_n),
         *axis_macros(TAPS=tile.taps, APART=tile.apart),
+        ("FOLD", tile.fold),
         ("MIN_BLOCKS", tile.min_blocks),
         ("WORKER_REGISTERS", tile.registers),
         ("COPIER_REGISTERS", COPIER_REGISTERS),
@@ -637,7 +679,7 @@ def tiles(work: Work) -> Iterator[Tile]:
             for chosen in itertools.product(*axes):
                 taps, apart = zip(*chosen, strict=True)
                 for workers, blocks in KINDS:
-                    tile = Tile(workers, rows_of_x, tiles_m, tiles_n, taps, apart, blocks)
+                    tile = Tile(workers, rows_of_x, tiles_m, tiles_n, taps, apart, blocks, s.fold)
                     if is_possible(tile):
                         yield tile
 

@@ -18,6 +18,9 @@
 // With BOXED, bulk tensor copies bring channels-last x: of each class a box of positions, each a row of 32 to 128 bytes of channels
 // in the swizzle of that width. No thread moves an element, and one names the boxes. A wgmma may start at any row, too.
 //
+// With FOLD, where kernel and stride are equal along W and x is channels-last, the taps along W are channels of x: in memory, these
+// follow each other.
+//
 // With MERGE_W the taps of a class along W are columns of one wgmma, of the same positions, and their sums are shifted when
 // the result is stored.
 //
@@ -33,6 +36,9 @@
 #endif
 #ifndef BOXED  // whether bulk tensor copies bring x
 #define BOXED 0
+#endif
+#ifndef FOLD  // taps along W that are channels of x, of each tap as many
+#define FOLD 1
 #endif
 #include "correlate_box.cuh"
 
@@ -637,7 +643,9 @@ extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* pac
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {
         zero(c.value[i]);
-        if (exists && co < p.c_out && first + i < p.c_in) c.value[i] = weight[(first + i) * p.weight_stride[0]];
+        const int channels = (int)p.c_in / FOLD, folded = (first + i) / channels;
+        if (exists && co < p.c_out && first + i < p.c_in)
+            c.value[i] = weight[(first + i - folded * channels) * p.weight_stride[0] + folded * p.weight_stride[4]];
     }
     Piece parts[PARTS];
     pack(c, parts);

@@ -10,6 +10,8 @@
 // eight positions one after the other and the next eight anywhere, and an operand may start at any row: a tap is an offset into
 // the staged y.
 //
+// With FOLD, where kernel and stride are equal along W, the taps along W are channels of y: in memory, these follow each other.
+//
 // One thread issues copies, workers multiply. Arrays that copies cannot read are turned before, by a kernel of its own.
 //
 // Compile-time: kernel, stride, dilation, dtype, tile. Run-time: N, extents, the box, padding, channels, how many boxes are
@@ -60,6 +62,9 @@
 #endif
 #ifndef APART_W
 #define APART_W 1
+#endif
+#ifndef FOLD  // taps along W that are channels of y, of each tap as many
+#define FOLD 1
 #endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 1
@@ -128,6 +133,17 @@ __device__ __forceinline__ Weight first_weight(unsigned tile, const Problem& p) 
     first.ci = (int)(tile % tiles_of(p.c_in, CHANNELS_IN)) * CHANNELS_IN;
     first.group = tile / tiles_of(p.c_in, CHANNELS_IN);
     return first;
+}
+
+// Where a weight of the result is, from the first one on.
+__device__ __forceinline__ long long place_of(Weight weight, const Ahead& ahead, const Problem& p) {
+    weight.ci += ahead.ci, weight.co += ahead.co;
+    weight.d += ahead.d, weight.h += ahead.h, weight.w += ahead.w;
+    if (FOLD > 1) {
+        const int channels = (int)p.c_out / FOLD;
+        weight.w = weight.co / channels, weight.co %= channels;
+    }
+    return weight.offset(p);
 }
 
 // A unit's 64 rows, and its tap.
@@ -485,10 +501,10 @@ __device__ __forceinline__ void add_in_order(const Four* parts, Stored* out, con
     __syncthreads();
 
     const Weight mine = first;
-    Stored* const to = out + mine.offset(p);
     const int left_in = min((int)p.c_in - mine.ci, OF_X), left_out = min((int)p.c_out - mine.co, OF_Y);
     const bool follow = p.weight_stride[4] == 1 && p.weight_stride[3] == KERNEL_W && p.weight_stride[2] == KERNEL_H * KERNEL_W &&
-                        p.weight_stride[1] == ALL_TAPS;
+                        p.weight_stride[1] == ALL_TAPS && FOLD == 1;
+    Stored* const to = out + mine.offset(p);
     // Two at a time, where they are a word.
     if (follow && left_out * ALL_TAPS % 2 == 0 && p.weight_stride[0] % 2 == 0 && (size_t)to % 4 == 0) {
 #pragma unroll 2
@@ -505,7 +521,7 @@ __device__ __forceinline__ void add_in_order(const Four* parts, Stored* out, con
     for (int at = (int)threadIdx.x; at < left_in * RUN; at += SUM_THREADS) {
         const int tap = at % ALL_TAPS, co = at / ALL_TAPS % OF_Y, ci = at / RUN;
         const Ahead ahead = {ci, co, tap / (KERNEL_W * KERNEL_H), tap / KERNEL_W % KERNEL_H, tap % KERNEL_W};
-        if (co < left_out) narrow(sums[ci * NEXT_X + co * NEXT_Y + tap], to[distance(ahead, p)]);
+        if (co < left_out) narrow(sums[ci * NEXT_X + co * NEXT_Y + tap], out[place_of(mine, ahead, p)]);
     }
 }
 
@@ -532,7 +548,7 @@ __device__ __forceinline__ void add_by_taps(const Four* parts, Stored* out, cons
         Ahead ahead = weight_of_lane(i);
         ahead.d = tap / (KERNEL_W * KERNEL_H), ahead.h = tap / KERNEL_W % KERNEL_H, ahead.w = tap % KERNEL_W;
         if (first.ci + ahead.ci < p.c_in && first.co + ahead.co < p.c_out)
-            narrow(sum.value[i], out[first.offset(p) + distance(ahead, p)]);
+            narrow(sum.value[i], out[place_of(first, ahead, p)]);
     }
 }
 

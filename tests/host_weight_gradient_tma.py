@@ -126,7 +126,7 @@ def work_of(spec: Specialisation) -> tma.Work:
         out_layout=spec.out_layouts[0],
     )
     sides = tma.Sides.of(*tma._batch_as_depth(geometry_of(problem), layout_for(problem)))
-    return tma.Work(tma.Shape.of(sides.geometry, sides.turn_x is not None, sides.turn_y is not None))
+    return tma.Work(tma.Shape.of(sides))
 
 
 def draw_tile(choose: random.Random, spec: Specialisation) -> tma.Tile | None:

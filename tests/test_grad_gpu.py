@@ -251,6 +251,10 @@ BOXED = {
     "dilated": case((2, 32, 6, 11, 13), 64, 3, stride=2, padding=1, dilation=2, **LAST),
     "grouped": case((2, 72, 17, 21), 192, 3, stride=2, groups=3, **LAST),
     "rows_of_x": case((2, 40, 17, 40), 24, 3, stride=2, padding=1, out_layout="channels_last"),
+    # Kernel = stride along W, whose taps are channels of y.
+    "folded": case((2, 64, 9, 20, 25), 32, 2, stride=2, has_bias=True, **LAST),
+    "folded_by_four": case((4, 48, 515), 16, 4, stride=4, padding=4, **LAST),
+    "folded_along_w": case((3, 40, 18, 37), 16, (3, 2), stride=(1, 2), out_layout="channels_last"),
 }
 
 
@@ -261,7 +265,8 @@ def boxed(request: pytest.FixtureRequest) -> Iterator[None]:
     from cuconvt import plan_correlate_wgmma as wgmma
 
     def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
-        work = wgmma.Work(*wgmma.as_read(geometry, layout), dtype, precision)
+        fold = geometry.kernel[2] if wgmma._can_fold(geometry, layout, dtype, precision) else 1
+        work = wgmma.Work(*wgmma.as_read(geometry, layout, fold), dtype, precision, fold)
         tiles = [tile for tile in wgmma.tiles(work) if tile.boxed]
         for tile in random.Random(request.param).sample(tiles, len(tiles)):
             found = wgmma.plan_tile(geometry, dtype, layout, precision, device, tile)
@@ -278,7 +283,7 @@ def boxed(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
 @pytest.mark.parametrize("name", BOXED)
 def test_boxes(cupy: Any, boxed: None, name: str, dtype: str, precision: str | None) -> None:
-    check("input", BOXED[name], dtype, cupy, precision, calls=1)
+    check("input", BOXED[name], dtype, cupy, precision, calls=2)
 
 
 @pytest.mark.parametrize("boxed", range(2), indirect=True)
@@ -334,6 +339,8 @@ WIDE = {
     "one_axis": case((4, 128, 515), 72, 16, stride=8, padding=4),
     "grouped": case((3, 192, 33, 70), 96, (3, 5), padding=((0, 2), (4, 1)), groups=2),
     "disjoint": case((2, 64, 9, 20, 64), 32, 2, stride=2),
+    "disjoint_last": case((2, 64, 9, 20, 25), 32, 2, stride=2, **LAST),
+    "by_four_last": case((4, 136, 515), 24, 4, stride=4, padding=4, **LAST),
     "by_three": case((4, 64, 17, 40), 48, (3, 5), stride=3, dilation=(1, 2)),
     "gaps": case((2, 72, 9, 21, 36), 40, 3, x_layout="cropped", out_layout="misaligned"),
     "channels_last": case((2, 72, 9, 21, 36), 40, 3, stride=2, x_layout="channels_last", out_layout="channels_last"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
-from described import geometry_of
+from described import DEVICES, geometry_of
+from described import layout_of as layout_like
 from gradients import check
 from host.build import kernel_sources, why_not
 from host_correlate_wgmma import (
@@ -24,11 +26,11 @@ from host_correlate_wgmma import (
     whole_rows,
 )
 from host_gradients import check_drawn, specialisation
-from strategies import Problem
+from strategies import Problem, case
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
-from cuconvt.plan import Device
-from cuconvt.plan_correlate_wgmma import Tile, Work, as_read
+from cuconvt.plan import Device, Plan
+from cuconvt.plan_correlate_wgmma import Tile, Work, _can_fold, as_read, plan_correlate_wgmma, tiles
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -71,6 +73,65 @@ def test_any_geometry_of_boxes(name: str) -> None:
             problem = smallest(this.spec, extent, groups=1)
             check("input", problem, this.dtype, precision=this.precision, calls=1)
         check_drawn(this.spec, LONGEST[rank], BUDGET, BOXED_CASES, name, alike)
+
+
+# Kernel = stride along W, whose taps are channels of y: kernel, stride, channels, whether the result is channels-last,
+# dtype and precision.
+FOLDED = {
+    "1d": ((2,), (2,), (24, 8), True, ("bfloat16", None)),
+    "2d": ((2, 2), (2, 2), (40, 16), False, ("float16", None)),
+    "2d-tf32": ((3, 4), (2, 4), (8, 8), True, ("float32", "tf32")),
+    "3d-by-four": ((2, 3, 4), (2, 3, 4), (17, 16), True, ("bfloat16", None)),
+    "3d-tf32": ((2, 2, 2), (2, 2, 2), (24, 12), False, ("float32", "tf32")),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_taps_along_w_are_channels(name: str) -> None:
+    kernel, stride, channels, out_last, (dtype, precision) = FOLDED[name]
+    rank = len(kernel)
+    spec = specialisation(kernel, stride, (1,) * rank, channels, (out_last, True))
+    first = smallest(spec, EXTENTS[rank][0], groups=1)
+    read = as_read(geometry_of(first), layout_of(spec, first), kernel[-1])
+    tile = next(tile for tile in tiles(Work(*read, dtype, precision, kernel[-1])) if tile.tiles_m <= 2)
+    this = Case(spec, dtype, precision, Device(90, 2, SHARED_BYTES), tile)
+    with on_host(this):
+        for extent in EXTENTS[rank]:
+            for padding_w in ((0, 0), (kernel[-1], kernel[-1])):
+                problem = smallest(spec, extent, padding_w, groups=1)
+                assert dict(plan_for(this, problem).defines)["FOLD"] == kernel[-1]
+                check("input", problem, dtype, precision=precision, calls=1)
+
+
+def test_taps_along_w_are_channels_only_where_they_follow_each_other() -> None:
+    def can_fold(*problem: Any, last: bool = True, dtype: str = "bfloat16", **fields: Any) -> bool:
+        geometry = geometry_of(case(*problem, **fields))
+        return _can_fold(geometry, layout_like(geometry, last), dtype, None if dtype == "bfloat16" else "tf32")
+
+    x = (2, 64, 6, 8, 8)
+    assert can_fold(x, 32, 2, 2)
+    assert can_fold(x, 32, (3, 3, 2), (1, 2, 2))
+    assert can_fold(x, 16, 2, 2, dtype="float32")
+    assert can_fold(x, 32, 2, 2, (0, 0, 2))
+    assert not can_fold(x, 32, 2, 2, last=False)
+    assert not can_fold(x, 40, 2, 2)  # more than a row of 128 bytes
+    assert not can_fold(x, 32, 2, 2, dtype="float32")
+    for other in ((3, 2), (2, 1), (1, 1), (2, 2, 1), (2, 2, 0, 1), (2, 2, 0, 0, 2), (2, 2, 0, 0, 1, 2)):
+        assert not can_fold(x, 32, *other), other
+
+
+def test_upsampling_of_few_channels_is_planned_so() -> None:
+    for dtype, precision, channels, fold in (
+        ("bfloat16", None, 32, 2),
+        ("bfloat16", None, 64, 1),
+        ("float32", "tf32", 16, 2),
+        ("float32", "tf32", 32, 1),
+    ):
+        geometry = geometry_of(case((2, 64, 64, 64, 64), channels, 2, 2))
+        plan = plan_correlate_wgmma(geometry, dtype, layout_like(geometry, True), precision, DEVICES[90])
+        assert isinstance(plan, Plan)
+        assert dict(plan.defines)["FOLD"] == fold
+        assert plan.maps[0].extents[0] == fold * channels
 
 
 def test_every_kind_of_boxed_tile_is_reached() -> None:

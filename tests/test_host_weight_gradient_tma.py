@@ -105,6 +105,69 @@ def test_cases_reach_every_way() -> None:
         assert reached[kind], f"{kind}: {reached}"
 
 
+# Kernel = stride along W, where its taps are channels of y: kernel, channels, whether y is channels-last, tile.
+FOLDED = {
+    "1d": ((2,), (24, 8), True, Tile(2, 0, 1, 3, (1, 1, 1), (1, 1, 1), fold=2)),
+    "1d-many-parts": ((2,), (24, 8), True, Tile(1, 0, 1, 3, (1, 1, 1), (1, 1, 1), fold=2)),
+    "2d-rows-of-x": ((2, 2), (72, 40), True, Tile(2, 1, 1, 10, (1, 1, 1), (1, 2, 1), fold=2)),
+    "3d-by-four": ((2, 3, 4), (16, 24), True, Tile(1, 0, 2, 2, (1, 1, 1), (2, 3, 1), fold=4)),
+    "other-steps-elsewhere": ((3, 2), (40, 24), True, Tile(2, 0, 1, 5, (1, 2, 1), (1, 1, 1), fold=2)),
+    "turned": ((2, 2), (16, 8), False, Tile(1, 0, 1, 2, (1, 1, 1), (1, 2, 1), fold=2)),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_taps_along_w_are_channels(name: str) -> None:
+    kernel, channels, last, tile = FOLDED[name]
+    stride = (1, 2) if name == "other-steps-elsewhere" else kernel
+    spec = specialisation(kernel, stride, (1,) * len(kernel), channels, (False, last))
+    this = Case(spec, "bfloat16", Device(90, 8 if "many" in name else 1, SHARED_BYTES), tile)
+    rank = len(kernel)
+    with on_host(this):
+        for extent in ({1: (70,), 2: (5, 19), 3: (3, 2, 9)}[rank], {1: (600,), 2: (9, 33), 3: (2, 4, 8)}[rank]):
+            for padding in ((0,) * rank, (*(0,) * (rank - 1), kernel[-1])):
+                problem = case(
+                    (2, channels[0], *extent),
+                    channels[1],
+                    kernel,
+                    stride,
+                    padding=padding,
+                    x_layout=spec.x_layouts[0],
+                    out_layout=spec.out_layouts[0],
+                )
+                assert dict(this.plan_for(problem).defines)["FOLD"] == kernel[-1]
+                check("weight", problem, this.dtype, calls=1)
+
+
+def test_taps_along_w_are_channels_only_where_they_follow_each_other() -> None:
+    def fold(*problem: Any, last: bool = True, **fields: Any) -> int:
+        geometry = geometry_of(case(*problem, **fields))
+        sides = Sides.of(*_batch_as_depth(geometry, layout_of(geometry, last))).folded()
+        return 1 if sides is None else sides.fold
+
+    x = (2, 64, 6, 8, 8)
+    assert fold(x, 32, 2, 2) == 2
+    assert fold(x, 32, (3, 3, 2), (1, 2, 2)) == 2
+    assert fold(x, 32, 2, 2, last=False) == 2  # turned, which makes them do so
+    assert fold(x, 30, 2, 2) == 1  # rounded up to eights
+    assert fold(x, 64, 2, 2) == 1  # a row of 128 bytes as it is
+    assert fold(x, 32, 3, 2) == fold(x, 32, 2, 1) == fold(x, 32, 1, 1) == 1
+    assert fold(x, 32, 2, 2, 1) == 1
+    assert fold(x, 32, 2, 2, (0, 0, 2)) == 2
+    assert fold(x, 32, 2, 2, 0, 1) == 1  # an element more than whole positions have
+    assert fold(x, 32, 2, 2, dilation=2) == 1
+    assert fold(x, 32, 2, 2, groups=2) == 1
+
+
+def test_upsampling_of_few_channels_is_planned_so() -> None:
+    for channels, fold in ((32, 2), (64, 1)):
+        geometry = geometry_of(case((2, 64, 64, 64, 64), channels, 2, 2))
+        plan = plan_weight_gradient_tma(geometry, "bfloat16", layout_of(geometry, True), None, DEVICES[90])
+        assert isinstance(plan, Plan)
+        assert dict(plan.defines)["FOLD"] == fold
+        assert plan.maps[1].extents[0] == fold * channels
+
+
 def in_parts(tile: Tile, kernel: Ints, stride: int = 1, channels: tuple[int, int] = (12, 20)) -> Case:
     """Return a case with ragged channels."""
     spec = specialisation(kernel, (stride,) * len(kernel), (1,) * len(kernel), channels, (False, False))
@@ -299,7 +362,7 @@ def test_registers_of_all_warps_are_those_that_a_block_starts_with() -> None:
 
 def work_of(problem: Problem, last: bool) -> Work:
     sides = Sides.of(*_batch_as_depth(geometry_of(problem), layout_of(geometry_of(problem), last)))
-    return Work(Shape.of(sides.geometry, sides.turn_x is not None, sides.turn_y is not None))
+    return Work(Shape.of(sides))
 
 
 @pytest.mark.parametrize("last", [False, True])
