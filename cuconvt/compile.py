@@ -177,17 +177,23 @@ def _digest(data: bytes) -> str:
 
 
 def _write(entry: Path, code: bytes) -> Path:
-    entry.mkdir(parents=True, exist_ok=True)
     file = entry / f"{_digest(code)}.bin"
-    handle, temporary = tempfile.mkstemp(dir=entry)
+    replace_file(file, code)
+    return file
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Write a file, or another one in its place, so that no process ever reads a part of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(code)
+            stream.write(content)
         os.replace(temporary, file)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise
-    return file
 
 
 @functools.cache

@@ -12,10 +12,12 @@ from cupy.cuda.runtime import getDevice
 from cupy.cuda.stream import get_current_stream
 
 from cuconvt.checks import dtype_name, reach
+from cuconvt.choices import Choices
 from cuconvt.compile import architecture, load_kernel
 from cuconvt.geometry import Geometry
 from cuconvt.launch import can_start_early
 from cuconvt.plan import Device, Layout, Plan, make_plan, problem_struct
+from cuconvt.plan_search import kept_in
 from cuconvt.tuned import tuned_plan
 from cuconvt.warm import ALIGNMENT
 
@@ -96,7 +98,9 @@ class WarmCall:
 @functools.lru_cache(maxsize=4096)
 def _prepare(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device_id: int) -> Launch:
     device = device_properties(device_id)
-    return prepare(choose_plan(geometry, dtype, layout, precision, device), device)
+    with kept_in(Choices()):
+        plan = choose_plan(geometry, dtype, layout, precision, device)
+    return prepare(plan, device)
 
 
 def choose_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Plan:

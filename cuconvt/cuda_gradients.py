@@ -9,11 +9,13 @@ from cupy.cuda import alloc
 from cupy.cuda.stream import get_current_stream
 
 from cuconvt.checks import dtype_name
+from cuconvt.choices import Choices
 from cuconvt.cuda import Launch, choose_plan, device_properties, load, prepare
 from cuconvt.geometry import Geometry
 from cuconvt.launch import can_start_early
 from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
 from cuconvt.plan_correlate import make_correlate_plan
+from cuconvt.plan_search import kept_in
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_THREADS, make_weight_gradient_plan, sum_blocks
 from cuconvt.plan_weight_gradient_tma import TURN_THREADS
@@ -82,7 +84,9 @@ class WeightGradientLaunch(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _prepare_correlate(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device_id: int) -> Launch:
     device = device_properties(device_id)
-    return prepare(choose_correlate_plan(geometry, dtype, layout, precision, device), device)
+    with kept_in(Choices()):
+        plan = choose_correlate_plan(geometry, dtype, layout, precision, device)
+    return prepare(plan, device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -90,7 +94,9 @@ def _prepare_weight_gradient(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device_id: int
 ) -> WeightGradientLaunch:
     device = device_properties(device_id)
-    return prepare_weight_gradient(make_weight_gradient_plan(geometry, dtype, layout, precision, device), dtype, device)
+    with kept_in(Choices()):
+        plan = make_weight_gradient_plan(geometry, dtype, layout, precision, device)
+    return prepare_weight_gradient(plan, dtype, device)
 
 
 def prepare_weight_gradient(plan: Plan, dtype: str, device: Device) -> WeightGradientLaunch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
 from cuconvt.plan_phase_gemm import PRECISION_CODES
 from cuconvt.plan_phase_wgmma import _batch_as_depth
 from cuconvt.plan_rows import whole_pieces
+from cuconvt.plan_search import remembered
 
 ROWS = 16  # of an mma: positions along W
 MAX_CHANNELS = 16  # of y a group
@@ -350,7 +350,7 @@ class Work:
         return float((busy**3 + waits**3) ** (1 / 3))
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(Tile)
 def choose_tile(work: Work, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position."""
     costs = ((work.typical_cost(tile, device), tile) for tile in tiles(work, device))

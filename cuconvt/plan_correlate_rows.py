@@ -6,7 +6,6 @@ Boxes and what of the estimate is the same are those of `cuconvt.plan_correlate_
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from cuconvt.plan_phase_wgmma import (
     Box,
     Tile,
 )
-from cuconvt.plan_search import of_tile
+from cuconvt.plan_search import of_tile, remembered
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor.
 REGISTERS = {
@@ -318,7 +317,7 @@ class Work(correlate_wgmma.Work):
         return clocks * (1 + 0.5 / rounds)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(Tile)
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all channels of a group)."""
     work = Work.of(shape)

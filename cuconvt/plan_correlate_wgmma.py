@@ -43,7 +43,7 @@ from cuconvt.plan_phase_wgmma import (
     Box,
     Shape,
 )
-from cuconvt.plan_search import of_tile
+from cuconvt.plan_search import of_tile, remembered
 from cuconvt.plan_turned import turned
 from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, TensorMap, reads, spans
 
@@ -554,14 +554,14 @@ class Work(phase_wgmma.Work):
         return clocks * (1 + 0.5 / rounds)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(Tile)
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all channels of a group)."""
     work = Work.of(shape)
     return phase_wgmma.best_tile(work, bounded_tiles(shape), device)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered()
 def least_of_all(shape: Shape) -> float:
     """Return a lower bound of the clocks of a position, whatever the tile, as they are compared with other kernels'."""
     return min(

@@ -29,6 +29,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_phase_gemm import PRECISION_CODES, _channels_stored, _others_divisible, _x_vector
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
+from cuconvt.plan_search import remembered
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -440,7 +441,7 @@ def _cuts(extent: int, most: Ints) -> list[int]:
     return sorted({_even(extent, m) for m in most})
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(Tile)
 def choose_tile(work: Work, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a cell."""
     costs = ((work.typical_cost(tile, device), tile) for tile in tiles(work))

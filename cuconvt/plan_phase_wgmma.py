@@ -38,7 +38,7 @@ from cuconvt.plan_phase_gemm import (
     _others_divisible,
     _x_vector,
 )
-from cuconvt.plan_search import ROUNDINGS, cheapest_tile, of_tile
+from cuconvt.plan_search import ROUNDINGS, cheapest_tile, of_tile, remembered
 
 Ints = tuple[int, ...]
 
@@ -912,7 +912,7 @@ def _count(extents: Ints, box: Ints) -> int:
     return prod(-(-q // b) for q, b in zip(extents, box, strict=True))
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(Tile)
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all phases, all channels of a group)."""
     work = Work.of(shape)

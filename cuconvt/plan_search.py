@@ -1,11 +1,18 @@
-"""What planners share that choose the best of many tiles: sizes computed once a tile, and a search by bounds."""
+"""What planners share that choose the best of many tiles.
+
+Sizes computed once a tile, a search by bounds, and what was found: kept for the process and, where a caller asks for
+it, beyond that (`kept_in`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
 
 ROUNDINGS = 1e-9  # of a cost, relative to it: more than they are
 
@@ -55,3 +62,69 @@ def cheapest_tile(
         elif best is None or (cost, bound, i) < best:
             best = cost, bound, i
     return None if best is None else (every[best[2]][1], best[0])
+
+
+class Store(Protocol):
+    """Where findings are kept beyond the process, each a JSON value, by what was asked."""
+
+    def find(self, question: str, decode: Callable[[Any], Any]) -> Any:
+        """Return what `decode` makes of the value, or raise KeyError where there is none or it is not sound."""
+
+    def keep(self, question: str, value: Any) -> None: ...
+
+
+_store: ContextVar[Store | None] = ContextVar("store", default=None)
+
+
+@contextmanager
+def kept_in(store: Store) -> Iterator[None]:
+    """Look in a store before searching, and keep there what is found, within the context."""
+    before = _store.set(store)
+    try:
+        yield
+    finally:
+        _store.reset(before)
+
+
+def remembered(tile: type[Any] | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Keep what a search returns: None, a number, a tile of this type, or such a tile with its cost.
+
+    It has to follow from the arguments alone, which compare equal exactly where their texts are equal.
+    """
+
+    def decorate(search: Callable[..., Any]) -> Any:
+        @functools.lru_cache(maxsize=1024)
+        @functools.wraps(search)
+        def found(*arguments: Any) -> Any:
+            store = _store.get()
+            if store is None:
+                return search(*arguments)
+            question = f"{search.__module__}.{search.__name__}{arguments}"
+            try:
+                return store.find(question, lambda value: _decode(value, tile))
+            except KeyError:
+                result = search(*arguments)
+                store.keep(question, _encode(result))
+                return result
+
+        return found
+
+    return decorate
+
+
+def _encode(result: Any) -> Any:
+    if result is None or isinstance(result, float):
+        return result
+    tile, cost = result if isinstance(result, tuple) else (result, None)
+    return {"tile": dataclasses.asdict(tile), "cost": cost}
+
+
+def _decode(value: Any, tile: type[Any] | None) -> Any:
+    """Undo `_encode`, or raise one of the errors of values that are something else."""
+    if value is None or isinstance(value, float):
+        return value
+    if tile is None:
+        raise TypeError("no tile is expected")
+    fields = {name: tuple(one) if isinstance(one, list) else one for name, one in value["tile"].items()}
+    found, cost = tile(**fields), value["cost"]
+    return found if cost is None else (found, float(cost))

@@ -27,7 +27,7 @@ from cuconvt.plan import problem_parameters as parameters
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
 from cuconvt.plan_phase_gemm import PRECISION_CODES
-from cuconvt.plan_search import of_tile
+from cuconvt.plan_search import of_tile, remembered
 
 ROW = 8  # positions along W that stay together
 MAX_TAPS_W = 8  # of a warp
@@ -40,6 +40,7 @@ MAX_COPIED_CHANNELS_NEWER = 32
 
 # Rates of a multiprocessor, per clock, that the cost estimate uses; measured on an H200, similar from sm_80 on.
 MMA_CLOCKS = 1.5
+WHOLE = 16  # elements: copies take 16 bytes at most
 SHARED_BYTES_A_CLOCK = 128
 L2_BYTES_A_CLOCK = 24
 ISSUE = 4
@@ -106,7 +107,7 @@ def plan_weight_gradient_gemm(
         return Refusal(name, reason)
     g = geometry
     work = _Work(g, dtype, precision, layout, device)
-    tile = _best_tile(work)
+    tile = choose_tile(*_alike(g, layout), dtype, precision, device)
     if tile is None:
         return Refusal(name, f"no tile fits into {device.shared_bytes} bytes of shared memory")
     boxes = (g.x_extent[0], -(-g.x_extent[1] // tile.box_h), -(-g.x_extent[2] // (tile.rows_w * ROW)))
@@ -321,8 +322,40 @@ def _share(words: int, channels: int, threads: int) -> int:
     return channels // groups
 
 
-def _best_tile(work: _Work) -> Tile | None:
+def _alike(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
+    """Return the same problem for all that differ in nothing that a tile depends on.
+
+    Without N and extents, and of strides, which matter where copies of up to 16 bytes begin, no more than a remainder.
+    """
+
+    def remainders(strides: Ints) -> Ints:
+        return tuple(stride if abs(stride) == 1 else WHOLE + stride % WHOLE for stride in strides)
+
+    none, ones = (0, 0, 0), (1, 1, 1)
+    same = replace(
+        geometry,
+        n=1,
+        batched=True,
+        x_extent=ones,
+        out_extent=ones,
+        pad_before=(0, 0, geometry.pad_before[2] % WHOLE),
+        pad_after=none,
+        output_padding=none,
+    )
+    return same, Layout(
+        x=remainders(layout.x),
+        weight=(),
+        bias=None,
+        out=remainders(layout.out),
+        x_aligned=layout.x_aligned,
+        out_aligned=layout.out_aligned,
+    )
+
+
+@remembered(Tile)
+def choose_tile(geometry: Geometry, layout: Layout, dtype: str, precision: str | None, device: Device) -> Tile | None:
     """Choose the tile in two rounds: channels and taps with one box, and then the box."""
+    work = _Work(geometry, dtype, precision, layout, device)
     boxes = {1: ((1, 8), (1, 16), (1, 32)), 2: ((8, 1), (4, 2), (8, 2), (4, 4)), 3: ((8, 1), (4, 2), (8, 2), (4, 4))}
     fitting = (tile for tile in _tiles(work) if work.fits(tile))
     best = min(fitting, key=work.clocks_a_position, default=None)

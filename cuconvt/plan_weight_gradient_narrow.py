@@ -32,6 +32,7 @@ from cuconvt.plan import (
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
 from cuconvt.plan_phase_gemm import PRECISION_CODES
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _even
+from cuconvt.plan_search import remembered
 
 CHANNELS = 8  # of x and of y, of a block
 MAX_WARPS = 12
@@ -405,7 +406,7 @@ class Work:
         return busy * (1 + ALONE / blocks) + BOX_CLOCKS
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(Tile)
 def choose_tile(work: Work, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a cell."""
     work = replace(work)  # what it keeps goes with it

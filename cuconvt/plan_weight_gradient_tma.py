@@ -25,7 +25,7 @@ from cuconvt.plan import (
     round_up,
 )
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
-from cuconvt.plan_search import ROUNDINGS, of_tile
+from cuconvt.plan_search import ROUNDINGS, of_tile, remembered
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
     FEW_PARTS,
@@ -660,7 +660,7 @@ class Work(WorkOnBoxes[Tile]):
         return max(tensor, shared, fetch)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(Tile)
 def choose_tile(shape: Shape, device: Device) -> Tile | None:
     """Return the best tile for typical extents."""
     work = Work(shape)

@@ -25,7 +25,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
-from cuconvt.plan_search import of_tile
+from cuconvt.plan_search import of_tile, remembered
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
     FEW_PARTS,
@@ -466,13 +466,13 @@ class Work(WorkOnBoxes[Tile]):
         return self.known_ideals[taps]
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(Tile)
 def choose_tile(shape: Shape, device: Device) -> Tile | None:
     """Return the best tile for typical extents."""
     return Work(shape).best_tile(bounded_tiles(shape, device), device)
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered()
 def least_of_all(shape: Shape, device: Device) -> float:
     """Return a lower bound of a position's clocks, whatever the tile."""
     return min((bound for bound, _ in bounded_tiles(shape, device)), default=0.0)

@@ -7,11 +7,9 @@ of these changes. It holds the kernel and the fields of the tile; the kernel's p
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +25,7 @@ from cuconvt import (
     plan_phase_gemm,
     plan_phase_wgmma,
 )
-from cuconvt.compile import _digest, _sources, cache_folder
+from cuconvt.compile import _digest, _sources, cache_folder, replace_file
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal, best_of, show
 
@@ -167,16 +165,7 @@ def save(key: str, choice: Choice | None) -> None:
     elif len(choices) == len(read(file)):
         return
     text = json.dumps({"schema": SCHEMA, "choices": {key: asdict(stored) for key, stored in choices.items()}}, indent=1)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent)
-    try:
-        with os.fdopen(handle, "w") as stream:
-            stream.write(text + "\n")
-        os.replace(temporary, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    replace_file(file, f"{text}\n".encode())
     read.cache_clear()
 
 
