@@ -8,7 +8,9 @@ import json
 import math
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from hypothesis import strategies as st
 import cuconvt
 import cuconvt.grad
 from cuconvt.__main__ import main
+from cuconvt.bench import command
 from cuconvt.bench.cases import (
     CASES,
     GRADIENTS,
@@ -511,6 +514,28 @@ def test_records_from_before_the_gradients_are_forwards(tmp_path: Path) -> None:
 
 def test_table_of_a_run_cut_short() -> None:
     assert "case" in table(Result({}, make_result().ceilings, []))
+
+
+def test_a_run_that_is_terminated_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by `timeout`, or by a batch system at the end of its time."""
+    measure = pytest.importorskip("cuconvt.bench.measure", reason="CuPy is not installed")
+
+    def terminated(settings: Any, begun: Any, done: Any) -> None:
+        begun(make_result())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    for name in ("require_dtypes", "require_gpu", "require_cublas", "_torch_side"):
+        monkeypatch.setattr(command, name, lambda *_: None)
+    monkeypatch.setattr(measure, "measure", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="bench: terminated"):
+        main(["bench", "--cases", "tiny", "--json", str(tmp_path / "run.json")])
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert load(tmp_path / "run.json") == make_result()
+    assert make_result().cells[0].case in capsys.readouterr().out
 
 
 def test_readme_table_shows_the_slower_layout() -> None:

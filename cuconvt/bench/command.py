@@ -7,7 +7,9 @@ import contextlib
 import importlib.util
 import os
 import secrets
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -117,13 +119,31 @@ def run(options: argparse.Namespace) -> None:
     )
     results: list[Result] = []
     try:
-        with progress(settings.cells) as done:
+        with ended_in_order(), progress(settings.cells) as done:
             measure(settings, results.append, done)
     finally:
         for result in results:
             _hand_over(result, options.json, options.plot)
     if any(cell.status != "ok" for result in results for cell in result.cells):
         sys.exit("bench: not every cell is right")
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Let the first SIGTERM, which `timeout` and batch systems send, end the process as an exception does."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may say so
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, before)
+        sys.exit("bench: terminated")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def require_dtypes(precisions: Sequence[str]) -> None:
