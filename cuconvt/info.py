@@ -133,11 +133,12 @@ def _folders() -> list[tuple[str, str]]:
     from cuconvt.compile import cache_folder, kernel_folder
 
     kernels, cache = kernel_folder(), cache_folder()
-    entries = list(cache.rglob("*.bin"))
-    size = sum(file.stat().st_size for file in entries) / 2**20
+    compiled, choices = list(cache.rglob("*.bin")), list((cache / "choices").glob("*.json"))
+    size = sum(file.stat().st_size for file in (*compiled, *choices)) / 2**20
+    held = f"{len(compiled)} kernels, {len(choices)} choices of tiles, {size:.1f} MiB"
     return [
         ("kernels", f"{kernels} ({', '.join(sorted(file.stem for file in kernels.glob('*.cu'))) or 'empty'})"),
-        ("cache", f"{cache} ({len(entries)} entries, {size:.1f} MiB)"),
+        ("cache", f"{cache} ({held})"),
         ("tuned", _tuned()),
     ]
 

@@ -47,8 +47,11 @@ def test_imports_neither_torch_nor_jax() -> None:
 def test_cache_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kernel").mkdir()
     (tmp_path / "kernel" / "a.bin").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "choices").mkdir()
+    for name in "ab":
+        (tmp_path / "choices" / f"{name}.json").write_bytes(bytes(2**19))
     monkeypatch.setenv("CUCONVT_CACHE_DIR", str(tmp_path))
-    assert f"{tmp_path} (1 entries, 3.0 MiB)" in info.report()
+    assert f"{tmp_path} (1 kernels, 2 choices of tiles, 4.0 MiB)" in info.report()
 
 
 class FakeCuda:

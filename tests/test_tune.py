@@ -275,7 +275,7 @@ def test_info_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     save("two", choice_of(other_candidate("gather"), sources="older"))
     report = info.report()
     assert f"1 choices in {store_file()}, used for the problems that were measured, and 1 of other kernels" in report
-    assert "(0 entries, 0.0 MiB)" in report
+    assert "(0 kernels, 0 choices of tiles, 0.0 MiB)" in report
     monkeypatch.setenv("CUCONVT_TUNED", "0")
     assert "ignored, as CUCONVT_TUNED=0 is set" in info.report()
 
