@@ -95,6 +95,35 @@ def test_plans_are_the_same_from_the_store(name: str, folder: Path, monkeypatch:
     assert [plan.cost for plan in found] == [plan.cost for plan in searched]
 
 
+def test_calls_look_in_the_store_and_keep_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three ways to a launch, without a GPU: what is prepared is the plan, and another process finds its tiles."""
+    cuda = pytest.importorskip("cuconvt.cuda", reason="CuPy is not installed")
+    from cuconvt import cuda_gradients
+
+    for module in (cuda, cuda_gradients):
+        monkeypatch.setattr(module, "device_properties", lambda _: DEVICES[90])
+        monkeypatch.setattr(module, "prepare", lambda plan, _: plan)
+    monkeypatch.setattr(cuda_gradients, "prepare_weight_gradient", lambda plan, *_: plan)
+    geometry = geometry_of(PROBLEMS["wide"])
+    problem = (geometry, "bfloat16", layout_of(geometry, True), None)
+    ways = {
+        cuda._prepare: make_plan,
+        cuda_gradients._prepare_correlate: make_correlate_plan,
+        cuda_gradients._prepare_weight_gradient: make_weight_gradient_plan,
+    }
+    for way, planner in ways.items():
+        expected = planner(*problem, DEVICES[90])
+        as_another_process()
+        before = len(list(folder.glob("*.json")))
+        assert way.__wrapped__(*problem, 0) == expected
+        kept = sorted(folder.glob("*.json"))
+        assert len(kept) > before, planner
+        as_another_process()
+        with monkeypatch.context() as patch:
+            patch.setattr(choices, "replace_file", None)
+            assert way.__wrapped__(*problem, 0) == expected
+
+
 @settings(max_examples=max(settings().max_examples // 3, 1))
 @given(st.data())
 def test_tiles_of_gemm_do_not_depend_on_what_is_left_out(data: st.DataObject) -> None:
