@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import Any
 
@@ -22,6 +22,7 @@ Ints = tuple[int, ...]
 AXES = "DHW"
 DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # the kernels' DTYPE
 MAX_GRID = 2**31 - 1
+WHOLE = 16  # elements that any copy of 16 bytes divides
 INDEX_LIMIT = 2**31  # from here on kernels compute indices in 64 bits
 
 
@@ -232,6 +233,36 @@ def show(plan: Plan, geometry: Geometry, dtype: str, precision: str | None) -> N
     """Print a plan on standard error, where ``CUCONVT_DEBUG=plan`` asks for it."""
     if "plan" in os.environ.get("CUCONVT_DEBUG", "").split(","):
         print(f"cuconvt plan for {geometry} {dtype} {precision or ''}\n  {plan}", file=sys.stderr)
+
+
+def alike(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
+    """Return the same problem for all that differ in nothing that a tile depends on.
+
+    Without N and extents, and of strides, which matter where copies of up to 16 bytes begin, no more than a remainder.
+    """
+
+    def remainders(strides: Ints) -> Ints:
+        return tuple(stride if abs(stride) == 1 else WHOLE + stride % WHOLE for stride in strides)
+
+    none, ones = (0, 0, 0), (1, 1, 1)
+    same = replace(
+        geometry,
+        n=1,
+        batched=True,
+        x_extent=ones,
+        out_extent=ones,
+        pad_before=(0, 0, geometry.pad_before[2] % WHOLE),
+        pad_after=none,
+        output_padding=none,
+    )
+    return same, Layout(
+        x=remainders(layout.x),
+        weight=(),
+        bias=None,
+        out=remainders(layout.out),
+        x_aligned=layout.x_aligned,
+        out_aligned=layout.out_aligned,
+    )
 
 
 def positions(geometry: Geometry, axis: int) -> int:

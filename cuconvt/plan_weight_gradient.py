@@ -21,6 +21,7 @@ from cuconvt.plan import (
     Layout,
     Plan,
     Refusal,
+    alike,
     axis_macros,
     cheapest,
     least_cost,
@@ -29,6 +30,7 @@ from cuconvt.plan import (
     round_up,
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
+from cuconvt.plan_search import remembered
 
 THREADS = 128
 MAX_WORKSPACE_BYTES = 256 * 2**20
@@ -118,7 +120,7 @@ def plan_weight_gradient(
     times = COMPARED * g.n * prod(g.x_extent) / lanes
     if (least := times * g.taps * g.c_in * g.c_out_per_group) > most:
         return Refusal("weight_gradient", f"cost at least {least:.3g} against {most:.3g}")
-    tile = min(_tiles(g, dtype, layout, device), key=lambda t: _cost_a_position(g, t), default=None)
+    tile = choose_tile(*alike(g, layout), dtype, device)
     if tile is None:
         return Refusal("weight_gradient", f"no tile fits into {device.shared_bytes} bytes of shared memory")
     planes = g.x_extent[0] + (tile.taps[0] - 1) * _phases_d(g)[2]  # of the first tap along D; later taps are behind
@@ -190,6 +192,13 @@ def _phases_d(geometry: Geometry) -> tuple[int, int, int]:
     kernel, stride, dilation = geometry.kernel[0], geometry.stride[0], geometry.dilation[0]
     step = stride // gcd(stride, dilation)
     return min(step, kernel), -(-kernel // step), dilation // gcd(stride, dilation)
+
+
+@remembered(Tile)
+def choose_tile(geometry: Geometry, layout: Layout, dtype: str, device: Device) -> Tile | None:
+    """Return the cheapest tile, or None if none fits."""
+    tiles = _tiles(geometry, dtype, layout, device)
+    return min(tiles, key=lambda tile: _cost_a_position(geometry, tile), default=None)
 
 
 def _tiles(geometry: Geometry, dtype: str, layout: Layout, device: Device) -> Iterator[Tile]:

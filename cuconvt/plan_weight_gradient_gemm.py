@@ -17,6 +17,7 @@ from cuconvt.plan import (
     Layout,
     Plan,
     Refusal,
+    alike,
     at_residue,
     axis_macros,
     refuse_steps,
@@ -40,7 +41,6 @@ MAX_COPIED_CHANNELS_NEWER = 32
 
 # Rates of a multiprocessor, per clock, that the cost estimate uses; measured on an H200, similar from sm_80 on.
 MMA_CLOCKS = 1.5
-WHOLE = 16  # elements: copies take 16 bytes at most
 SHARED_BYTES_A_CLOCK = 128
 L2_BYTES_A_CLOCK = 24
 ISSUE = 4
@@ -107,7 +107,7 @@ def plan_weight_gradient_gemm(
         return Refusal(name, reason)
     g = geometry
     work = _Work(g, dtype, precision, layout, device)
-    tile = choose_tile(*_alike(g, layout), dtype, precision, device)
+    tile = choose_tile(*alike(g, layout), dtype, precision, device)
     if tile is None:
         return Refusal(name, f"no tile fits into {device.shared_bytes} bytes of shared memory")
     boxes = (g.x_extent[0], -(-g.x_extent[1] // tile.box_h), -(-g.x_extent[2] // (tile.rows_w * ROW)))
@@ -320,36 +320,6 @@ def _share(words: int, channels: int, threads: int) -> int:
     while channels % (2 * groups) == 0 and words * groups * 2 <= threads:
         groups *= 2
     return channels // groups
-
-
-def _alike(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
-    """Return the same problem for all that differ in nothing that a tile depends on.
-
-    Without N and extents, and of strides, which matter where copies of up to 16 bytes begin, no more than a remainder.
-    """
-
-    def remainders(strides: Ints) -> Ints:
-        return tuple(stride if abs(stride) == 1 else WHOLE + stride % WHOLE for stride in strides)
-
-    none, ones = (0, 0, 0), (1, 1, 1)
-    same = replace(
-        geometry,
-        n=1,
-        batched=True,
-        x_extent=ones,
-        out_extent=ones,
-        pad_before=(0, 0, geometry.pad_before[2] % WHOLE),
-        pad_after=none,
-        output_padding=none,
-    )
-    return same, Layout(
-        x=remainders(layout.x),
-        weight=(),
-        bias=None,
-        out=remainders(layout.out),
-        x_aligned=layout.x_aligned,
-        out_aligned=layout.out_aligned,
-    )
 
 
 @remembered(Tile)

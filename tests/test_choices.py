@@ -22,12 +22,13 @@ from cuconvt import (
     plan_narrow_groups,
     plan_phase_wgmma,
     plan_search,
+    plan_weight_gradient,
     plan_weight_gradient_gemm,
     plan_weight_gradient_narrow,
     plan_weight_gradient_tma,
     plan_weight_gradient_wgmma,
 )
-from cuconvt.plan import Plan, make_plan
+from cuconvt.plan import Plan, alike, make_plan
 from cuconvt.plan_correlate import make_correlate_plan
 from cuconvt.plan_weight_gradient import make_weight_gradient_plan
 
@@ -39,6 +40,7 @@ SEARCHES = (
     plan_correlate_wgmma.least_of_all,
     plan_narrow_groups.choose_tile,
     plan_phase_wgmma.choose_tile,
+    plan_weight_gradient.choose_tile,
     plan_weight_gradient_gemm.choose_tile,
     plan_weight_gradient_narrow.choose_tile,
     plan_weight_gradient_tma.choose_tile,
@@ -126,7 +128,7 @@ def test_calls_look_in_the_store_and_keep_there(folder: Path, monkeypatch: pytes
 
 @settings(max_examples=max(settings().max_examples // 3, 1))
 @given(st.data())
-def test_tiles_of_gemm_do_not_depend_on_what_is_left_out(data: st.DataObject) -> None:
+def test_tiles_do_not_depend_on_what_is_left_out(data: st.DataObject) -> None:
     """N, extents, paddings of other axes, and strides but for whether they are 1 and their remainders."""
     numbers = st.integers(1, 3)
     channels = data.draw(st.tuples(*(st.sampled_from((5, 8, 24, 64)),) * 2))
@@ -139,9 +141,12 @@ def test_tiles_of_gemm_do_not_depend_on_what_is_left_out(data: st.DataObject) ->
     layout = replace(layout_of(geometry, False), x=data.draw(strides), out=data.draw(strides))
     layout = replace(layout, x_aligned=data.draw(st.booleans()), out_aligned=data.draw(st.booleans()))
     for dtype, precision in (("bfloat16", None), ("float32", "tf32x3")):
-        whole = plan_weight_gradient_gemm.choose_tile.__wrapped__(geometry, layout, dtype, precision, DEVICES[90])
-        alike = plan_weight_gradient_gemm._alike(geometry, layout)
-        assert plan_weight_gradient_gemm.choose_tile.__wrapped__(*alike, dtype, precision, DEVICES[90]) == whole
+        for module, *rest in (
+            (plan_weight_gradient, dtype, DEVICES[90]),
+            (plan_weight_gradient_gemm, dtype, precision, DEVICES[90]),
+        ):
+            search = module.choose_tile.__wrapped__
+            assert search(*alike(geometry, layout), *rest) == search(geometry, layout, *rest)
 
 
 @dataclass(frozen=True)
