@@ -265,6 +265,30 @@ def alike(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
     )
 
 
+def taps_follow_each_other(geometry: Geometry) -> bool:
+    """Whether taps along W meet elements of the result that follow each other, of as many whole steps as a row has.
+
+    Then they can be channels, if these are contiguous in memory.
+    """
+    g, taps = geometry, geometry.kernel[2]
+    if taps == 1 or taps != g.stride[2] or g.dilation[2] > 1 or g.groups > 1:
+        return False
+    return not g.pad_before[2] % taps and not g.out_extent[2] % taps
+
+
+def with_taps_as_channels(geometry: Geometry) -> Geometry:
+    """Return the problem with such taps as channels of its result."""
+    g, taps = geometry, geometry.kernel[2]
+    return replace(
+        g,
+        c_out=taps * g.c_out,
+        kernel=(*g.kernel[:2], 1),
+        stride=(*g.stride[:2], 1),
+        pad_before=(*g.pad_before[:2], g.pad_before[2] // taps),
+        out_extent=(*g.out_extent[:2], g.out_extent[2] // taps),
+    )
+
+
 def positions(geometry: Geometry, axis: int) -> int:
     """Return how many positions q (outputs of a phase) an axis has: from pad_before // stride to the last output's."""
     first = geometry.pad_before[axis] // geometry.stride[axis]

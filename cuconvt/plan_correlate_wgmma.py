@@ -27,7 +27,9 @@ from cuconvt.plan import (
     refuse_steps,
     refuse_tensor_cores,
     round_up,
+    taps_follow_each_other,
     weight_strides,
+    with_taps_as_channels,
 )
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _x_vector
@@ -203,13 +205,12 @@ def _can_fold(geometry: Geometry, layout: Layout, dtype: str, precision: str | N
 
     They follow each other where kernel = stride, and copies can bring them.
     """
-    g, taps = geometry, geometry.kernel[2]
-    itemsize = 4 if dtype == "float32" else 2
-    is_whole = taps == g.stride[2] and g.dilation[2] == 1 and not g.pad_before[2] % taps and not g.out_extent[2] % taps
-    if taps == 1 or not is_whole or g.groups > 1 or taps * g.c_out * itemsize > FOLDED_BYTES:
+    g, taps, itemsize = geometry, geometry.kernel[2], 4 if dtype == "float32" else 2
+    if not taps_follow_each_other(g) or (layout.out[1], layout.out[4]) != (1, g.c_out):
         return False
-    read = as_read(g, layout)[1]
-    return read.x[1] == 1 and read.x[4] == g.c_out and Work(*as_read(g, layout, taps), dtype, precision).shape.boxes
+    if taps * g.c_out * itemsize > FOLDED_BYTES:
+        return False
+    return Work(*as_read(g, layout, taps), dtype, precision).shape.boxes
 
 
 def as_read(geometry: Geometry, layout: Layout, fold: int = 1) -> tuple[Geometry, Layout]:
@@ -217,25 +218,16 @@ def as_read(geometry: Geometry, layout: Layout, fold: int = 1) -> tuple[Geometry
 
     With `fold`, so many taps along W are channels of x, and no taps any more.
     """
+    group, c_in, c_out, *taps = weight_strides(geometry, layout)
+    g, out = geometry, layout.out
     if fold > 1:
-        g, read = as_read(geometry, layout)
-        folded = dataclasses.replace(
-            g,
-            c_in=fold * g.c_in,
-            kernel=(*g.kernel[:2], 1),
-            stride=(*g.stride[:2], 1),
-            pad_before=(*g.pad_before[:2], g.pad_before[2] // fold),
-            x_extent=(*g.x_extent[:2], g.x_extent[2] // fold),
-        )
-        return folded, dataclasses.replace(read, x=(*read.x[:4], fold * read.x[4]))
-    g = geometry
-    group, c_in, c_out, *taps = weight_strides(g, layout)
+        g, out = with_taps_as_channels(geometry), (*out[:4], fold * out[4])
     swapped = dataclasses.replace(g, c_in=g.c_out, c_out=g.c_in, x_extent=g.out_extent, out_extent=g.x_extent)
     return phase_wgmma._batch_as_depth(
         swapped,
         dataclasses.replace(
             layout,
-            x=layout.out,
+            x=out,
             weight=(c_out, c_in, *taps),
             out=layout.x,
             x_aligned=layout.out_aligned,

@@ -23,6 +23,8 @@ from cuconvt.plan import (
     problem_parameters,
     refuse_steps,
     round_up,
+    taps_follow_each_other,
+    with_taps_as_channels,
 )
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
 from cuconvt.plan_search import ROUNDINGS, of_tile, remembered
@@ -207,22 +209,12 @@ class Sides(NamedTuple):
 
         Rows that are copied are longer, where they are shorter than 128 bytes, and fewer tiles of taps read x.
         """
-        g, (extents, strides) = self.geometry, self.y
-        taps, (n, channels, d, h, w) = g.kernel[2], extents
-        is_whole = taps == g.stride[2] and g.dilation[2] == 1 and not g.pad_before[2] % taps and not w % taps
-        follow_each_other = g.groups == 1 and strides[1] == 1 and strides[4] == channels
-        if taps == 1 or channels >= CHANNELS or not is_whole or not follow_each_other:
+        (n, channels, d, h, w), strides = self.y
+        taps, contiguous = self.geometry.kernel[2], strides[1] == 1 and strides[4] == channels
+        if channels >= CHANNELS or not contiguous or not taps_follow_each_other(self.geometry):
             return None
-        folded = dataclasses.replace(
-            g,
-            c_out=taps * channels,
-            kernel=(*g.kernel[:2], 1),
-            stride=(*g.stride[:2], 1),
-            pad_before=(*g.pad_before[:2], g.pad_before[2] // taps),
-            out_extent=(*g.out_extent[:2], w // taps),
-        )
         y = Array((n, taps * channels, d, h, w // taps), (*strides[:4], taps * channels))
-        return self._replace(geometry=folded, y=y, fold=taps)
+        return self._replace(geometry=with_taps_as_channels(self.geometry), y=y, fold=taps)
 
 
 def _reached(geometry: Geometry, y: Array) -> tuple[Geometry, Array, int]:
