@@ -1,23 +1,34 @@
 // Calls the PTX header's functions for Hopper: products with given descriptors, and a small kernel with all of them.
 #include "ptx.cuh"
 
+// Bring what shared memory is to hold.
+__device__ void fill(unsigned char* shared_bytes, const uint4* image, int pieces) {
+    for (int i = threadIdx.x; i < pieces; i += 128) reinterpret_cast<uint4*>(shared_bytes)[i] = image[i];
+    publish_shared_writes();
+    __syncthreads();
+}
+
+// Where the i-th sum of a thread is in D.
+template <int COLUMNS_OF_D>
+__device__ int place_of_sum(int i) {
+    const int first = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * COLUMNS_OF_D + threadIdx.x % 4 * 2;
+    return first + i / 4 * 8 + i % 4 / 2 * 8 * COLUMNS_OF_D + i % 2;
+}
+
 // D = A B + D, with A of 64 rows. `image` is what shared memory holds; starts and distances are in bytes.
 #define MULTIPLY(name, columns, function)                                                                               \
     extern "C" __global__ void name(const uint4* image, int pieces, int a_start, int a_piece, int a_group, int b_start,  \
                                     int b_piece, int b_group, const float* c, float* d) {                                \
         extern __shared__ __align__(128) unsigned char shared_bytes[];                                                   \
-        for (int i = threadIdx.x; i < pieces; i += 128) reinterpret_cast<uint4*>(shared_bytes)[i] = image[i];            \
-        publish_shared_writes();                                                                                         \
-        __syncthreads();                                                                                                 \
-        const int first = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * columns + threadIdx.x % 4 * 2;                \
+        fill(shared_bytes, image, pieces);                                                                               \
         float sum[columns / 2];                                                                                          \
-        for (int i = 0; i < columns / 2; ++i) sum[i] = c[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2];           \
+        for (int i = 0; i < columns / 2; ++i) sum[i] = c[place_of_sum<columns>(i)];                                      \
         wgmma_fence();                                                                                                   \
         function<columns>(sum, describe(shared_bytes, a_piece, a_group) + a_start / 16,                                  \
                           describe(shared_bytes + b_start, b_piece, b_group), true);                                     \
         wgmma_commit();                                                                                                  \
         wgmma_wait<0>();                                                                                                 \
-        for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2] = sum[i];           \
+        for (int i = 0; i < columns / 2; ++i) d[place_of_sum<columns>(i)] = sum[i];                                      \
     }
 MULTIPLY(multiply_tf32_8, 8, wgmma_tf32)
 MULTIPLY(multiply_tf32_128, 128, wgmma_tf32)
@@ -32,18 +43,15 @@ extern "C" __global__ void swizzled_bf16_136(const uint4* image, int pieces, int
                                              int b_group, const float* c, float* d) {
     constexpr int columns = 136;
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
-    for (int i = threadIdx.x; i < pieces; i += 128) reinterpret_cast<uint4*>(shared_bytes)[i] = image[i];
-    publish_shared_writes();
-    __syncthreads();
-    const int first = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * columns + threadIdx.x % 4 * 2;
+    fill(shared_bytes, image, pieces);
     float sum[columns / 2];
-    for (int i = 0; i < columns / 2; ++i) sum[i] = c[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2];
+    for (int i = 0; i < columns / 2; ++i) sum[i] = c[place_of_sum<columns>(i)];
     wgmma_fence();
     wgmma_bf16_transposed<columns>(sum, describe_swizzled(shared_bytes, a_run, a_group) + a_start / 16,
                                    describe_swizzled(shared_bytes + b_start, b_run, b_group), true);
     wgmma_commit();
     wgmma_wait<0>();
-    for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2] = sum[i];
+    for (int i = 0; i < columns / 2; ++i) d[place_of_sum<columns>(i)] = sum[i];
 }
 
 // The same of K-major rows, of A alone, that are swizzled: where they start, and from eight to eight in rows.
@@ -52,18 +60,15 @@ extern "C" __global__ void swizzled_bf16_136(const uint4* image, int pieces, int
                                     const float* c, float* d) {                                                                      \
         constexpr int columns = 24;                                                                                                  \
         extern __shared__ __align__(1024) unsigned char shared_bytes[];                                                              \
-        for (int i = threadIdx.x; i < pieces; i += 128) reinterpret_cast<uint4*>(shared_bytes)[i] = image[i];                        \
-        publish_shared_writes();                                                                                                     \
-        __syncthreads();                                                                                                             \
-        const int first = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * columns + threadIdx.x % 4 * 2;                            \
+        fill(shared_bytes, image, pieces);                                                                                           \
         float sum[columns / 2];                                                                                                      \
-        for (int i = 0; i < columns / 2; ++i) sum[i] = c[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2];                       \
+        for (int i = 0; i < columns / 2; ++i) sum[i] = c[place_of_sum<columns>(i)];                                                  \
         wgmma_fence();                                                                                                               \
         wgmma_bf16<columns>(sum, describe_rows<row_bytes>(shared_bytes, a_eight) + a_start / 16,                                     \
                             describe(shared_bytes + b_start, b_piece, b_group), true);                                               \
         wgmma_commit();                                                                                                              \
         wgmma_wait<0>();                                                                                                             \
-        for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2] = sum[i];                       \
+        for (int i = 0; i < columns / 2; ++i) d[place_of_sum<columns>(i)] = sum[i];                                                  \
     }
 MULTIPLY_ROWS(rows_of_32, 32)
 MULTIPLY_ROWS(rows_of_64, 64)
@@ -74,18 +79,15 @@ MULTIPLY_ROWS(rows_of_128, 128)
     extern "C" __global__ void name(const uint4* image, int pieces, const uint4* a, int b_start, int b_piece, int b_group,   \
                                     float* d) {                                                                          \
         extern __shared__ __align__(128) unsigned char shared_bytes[];                                                   \
-        for (int i = threadIdx.x; i < pieces; i += 128) reinterpret_cast<uint4*>(shared_bytes)[i] = image[i];            \
-        publish_shared_writes();                                                                                         \
-        __syncthreads();                                                                                                 \
+        fill(shared_bytes, image, pieces);                                                                               \
         const uint4 mine = a[threadIdx.x];                                                                               \
         unsigned words[4] = {mine.x, mine.y, mine.z, mine.w};                                                            \
-        const int first = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * columns + threadIdx.x % 4 * 2;                \
         float sum[columns / 2];                                                                                          \
         wgmma_fence();                                                                                                   \
         function<columns>(sum, words, describe(shared_bytes + b_start, b_piece, b_group), false);                           \
         wgmma_commit();                                                                                                  \
         wgmma_wait<0>();                                                                                                 \
-        for (int i = 0; i < columns / 2; ++i) d[first + i / 4 * 8 + i % 4 / 2 * 8 * columns + i % 2] = sum[i];           \
+        for (int i = 0; i < columns / 2; ++i) d[place_of_sum<columns>(i)] = sum[i];                                      \
     }
 MULTIPLY_REGISTERS(registers_tf32_40, 40, wgmma_tf32_of_registers)
 MULTIPLY_REGISTERS(registers_f16_24, 24, wgmma_f16_of_registers)
@@ -116,8 +118,7 @@ extern "C" __global__ void triple(const uint4* a, const uint4* b, float* d) {
     wgmma_f16<8>(sum, describe(of_a, 1024, 128), describe(of_b, 128, 128), true);
     wgmma_commit();
     wgmma_wait<0>();
-    const int first = (threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4) * 8 + threadIdx.x % 4 * 2;
-    for (int i = 0; i < 4; ++i) d[first + i / 2 * 64 + i % 2] = sum[i];
+    for (int i = 0; i < 4; ++i) d[place_of_sum<8>(i)] = sum[i];
 }
 
 // ---- a kernel with roles -------------------------------------------------------------------------------------------
