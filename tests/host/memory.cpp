@@ -348,7 +348,6 @@ void begin_bulk_copy(uint32_t to, const void* from, uint32_t size, unsigned acto
     begin_copy(to, size, actor, epoch);
 }
 
-// Pieces of 16 bytes change places within their 128, as bits of these say.
 // What copies do with float32 for tensor cores: to the nearest, of two the even one.
 static void round_to_tf32(unsigned char* element) {
     uint32_t bits;
