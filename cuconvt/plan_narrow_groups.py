@@ -46,7 +46,11 @@ MAX_BOXES = 2**30
 # Extents of boxes along D, H, W. Wide ones write long rows, and of small ones all that is under way fits into L2.
 BOXES = ((1, 2, 4, 8), (1, 2, 4, 8), (32, 64, 128, 256, 512))
 MAX_CELLS = 1024
-LONG_RUN = 64  # outputs of a row that a warp stores
+FEW = 16  # parts of a row, of which one may be added to it
+MANY_TAPS = 64
+# Outputs of a row that a warp stores, from which on it does so in windows, by their bytes and the products of a pair of
+# inputs. Shorter ones are bound by instructions.
+LONG_RUN = {(4, 1): 64, (4, 3): 128, (2, 1): 128}
 ROWS_OF_BOX, WHOLE_ROWS = 1, 2  # how boxes leave
 # From which compute capability on boxes of a result may leave by bulk copies; from how many outputs of a cell on it was
 # faster; and how many cells of a row, if there are as many, such a box holds: cut rows took up to 1.7 times as long.
@@ -66,6 +70,8 @@ BOX_CLOCKS = 2260  # in which a block waits for a box
 ROW_ENDS = 24  # outputs that would take as long as the ragged ends of a row
 A_VALUE_OF_BOXES = 2.5  # instructions for an output of each lane, where a box is put together
 OF_BOXES = 0.85  # what such boxes take, relative to that estimate
+OF_SPLIT = 0.85  # what tiles take that split their cells, relative to that estimate
+SPLIT_COMPARED = 1.1  # and of that what they take beside other kernels
 ALONE = 0.37  # what a block lacks that is alone on a multiprocessor
 COMPARED = 0.85  # the other kernels' estimates are as much more optimistic where this one serves
 
@@ -82,6 +88,7 @@ class Tile:
     min_blocks: int
     groups: int = 1  # that a warp takes at once; of two, each has one piece of the input and one eight of the output
     boxed: bool = False  # whether rows of the result leave a block a box at a time, and x is fetched ahead
+    split: bool = False  # whether a warp sums the residues along D one after the other
 
     @property
     def cells(self) -> int:
@@ -128,6 +135,7 @@ def plan_narrow_groups(
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
         ("BOXED", int(tile.boxed)),
+        ("SPLIT", int(tile.split)),
         ("INDEX64", int(needs_64_bits(geometry, layout, box))),
         ("MIN_BLOCKS", tile.min_blocks),
     )
@@ -218,10 +226,10 @@ def _way_to_store(geometry: Geometry, layout: Layout, work: Work, tile: Tile, bo
         return WHOLE_ROWS if whole_rows else ROWS_OF_BOX
     if work.stores_both_eights(tile):
         return 2 if _channels_stored(geometry, layout, 4) else int(vector)
-    straight = box[2] % tile.cells == 0 and layout.out[4] == 1 and not layout.out_channels_last
-    # Others are bound by instructions.
-    pays = work.itemsize == 4 and work.products == 1 and tile.cells * work.stride[2] >= LONG_RUN
-    return int(vector) or (2 if straight and pays else 0)
+    two_rows = 2 * box[2] == tile.cells and tile.tiles_m == 4 and work.products == 1
+    straight = box[2] % tile.cells == 0 or two_rows
+    long = min(tile.cells, box[2]) * work.stride[2] >= LONG_RUN[work.itemsize, work.products]
+    return int(vector) or (2 if straight and long and layout.out[4] == 1 and not layout.out_channels_last else 0)
 
 
 @dataclass(frozen=True)
@@ -279,9 +287,17 @@ class Work:
         return prod(len({(tap * d - shift) // s for tap in range(k)}) for k, s, d, shift in axes)
 
     @functools.cached_property
-    def live(self) -> int:
-        """Outputs of a cell that have a tap."""
-        return prod(min(k, s // gcd(s, d)) for k, s, d in zip(self.kernel, self.stride, self.dilation, strict=True))
+    def reads_split(self) -> int:
+        """The same where residues along D are summed one after the other, each of which reads its own shifts."""
+        k, s, d, shift = (of_axis[0] for of_axis in (self.kernel, self.stride, self.dilation, self.shift))
+        along_d = len({(tap * d - shift) // s for tap in range(k)})
+        return self.reads // along_d * len({divmod(tap * d - shift, s) for tap in range(k)})
+
+    @functools.cached_property
+    def live(self) -> Ints:
+        """Residues along each axis that have a tap."""
+        axes = zip(self.kernel, self.stride, self.dilation, strict=True)
+        return tuple(min(k, s // gcd(s, d)) for k, s, d in axes)
 
     @functools.cached_property
     def taps(self) -> int:
@@ -338,14 +354,21 @@ class Work:
         return self.out_channels_last and self.itemsize == 2 and tile.tiles_c == 2
 
     def accumulators(self, tile: Tile) -> int:
-        return 4 * self.live * tile.tiles_m * tile.tiles_c
+        return 4 * self.sums(tile) * tile.tiles_m * tile.tiles_c
+
+    def sums(self, tile: Tile) -> int:
+        """Outputs of a cell that have a tap and are summed at once."""
+        return prod(self.live[tile.split :])
 
     def registers(self, tile: Tile) -> int:
         """Estimate the registers of a thread: a little more than the compiler was seen to need."""
         held = self.fragments(tile) * self.words(tile) if tile.hold_weights else 0
         others = (52 if self.itemsize == 2 else 60) + 8 * tile.tiles_m
-        if self.products == 3:
-            others += 20 + 10 * tile.tiles_m + 2 * self.live * tile.tiles_c * (self.live > 8) + 10 * (tile.k_steps - 1)
+        if self.products == 3 and tile.split and tile.k_steps == 1:
+            others += 24 - 4 * tile.tiles_m
+        elif self.products == 3:
+            sums = self.sums(tile)
+            others += 20 + 10 * tile.tiles_m + 2 * sums * tile.tiles_c * (sums > 8) + 10 * (tile.k_steps - 1)
         if tile.groups == 2:
             others -= 2
         return self.accumulators(tile) + held + others + 10 * (tile.k_steps - 1) + 6 * (tile.tiles_c - 1)
@@ -358,13 +381,18 @@ class Work:
         `known` keeps the clocks of boxes from call to call.
         """
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        # A vector of several cells may not go on in the next row.
+        # Few cells beyond a row cost less than runs that are cut. A vector of several cells may not go on in the next
+        # row.
+        in_rows = not (self.out_channels_last or tile.boxed)
         whole = max(1, widest_vector(self.stride[2], self.itemsize) // self.stride[2])
-        whole = whole if vector and not (self.out_channels_last or tile.boxed) else 1
+        whole = (whole if vector else 0) if in_rows else 1
         best: tuple[float, Ints] | None = None
         cuts = (_cuts(extent, most) for extent, most in zip(extents, BOXES, strict=True))
         for depth, height, width in itertools.product(*cuts):
-            box = (depth, height, -(-width // whole) * whole)
+            if not whole:
+                run = round_up(width, tile.cells)
+                width = run if run - width <= width // FEW else width
+            box = (depth, height, round_up(width, whole or 1))
             if tile.boxed and width < min(BOXED_WIDTH, extents[2]):
                 continue
             if prod(box) > MAX_CELLS or self.shared_bytes(tile, box) > room:
@@ -403,7 +431,7 @@ class Work:
         rows = -(-cells // (WARPS * tile.cells)) * WARPS * tile.tiles_m
         values = ROWS * self.outputs * 8 * tile.tiles_c / 32  # of a lane
         products = self.taps * tile.k_steps * tile.tiles_c * self.products
-        loads = self.reads * tile.k_steps * self.parts
+        loads = (self.reads_split if tile.split else self.reads) * tile.k_steps * self.parts
         weights = 0 if tile.hold_weights else self.fragments(tile) / tile.tiles_m
         tensor = rows * products * MMA_CLOCKS
         # Of shared memory and the L1 cache, 128 bytes a clock.
@@ -433,6 +461,8 @@ class Work:
         busy = max(units) + OVERLAP * (sum(units) - max(units))
         if tile.boxed:
             busy *= OF_BOXES
+        if tile.split:
+            busy *= OF_SPLIT
         return busy * (1 + ALONE / tile.min_blocks) + BOX_CLOCKS / tile.min_blocks
 
 
@@ -451,7 +481,7 @@ def choose_tile(work: Work, device: Device) -> tuple[Tile, float] | None:
     # Two groups at once were faster wherever both were measured; of half sectors the estimate is too low.
     of_two_groups = [(cost, tile) for cost, tile in fitting if tile.groups == 2]
     cost, tile = min(of_two_groups or fitting, key=lambda pair: pair[0])
-    return tile, cost
+    return tile, cost * (SPLIT_COMPARED if tile.split else 1)
 
 
 def tiles(work: Work) -> Iterator[Tile]:
@@ -463,10 +493,13 @@ def tiles(work: Work) -> Iterator[Tile]:
     eights = -(-work.c_out // 8)
     pairs = half_k and work.half_sectors
     of_channels = [*((c, 1) for c in sorted({1, min(2, eights)})), *[(2, 2)] * pairs]
-    for (tiles_c, groups), tiles_m, hold, blocks, boxed in itertools.product(
-        of_channels, (1, 2, 4), (False, True), (2, 3, 4), (False, True) if work.may_box else (False,)
+    ways = [(False, False), *[(True, False)] * work.may_box, *[(False, True)] * (work.live[0] > 1)]
+    for (tiles_c, groups), tiles_m, hold, blocks, (boxed, split) in itertools.product(
+        of_channels, (1, 2, 4), (False, True), (2, 3, 4), ways
     ):
-        tile = Tile(tiles_m, tiles_c, k_steps, half_k, hold, blocks, groups, boxed)
+        tile = Tile(tiles_m, tiles_c, k_steps, half_k, hold, blocks, groups, boxed, split)
+        if split and not _splits_well(work, tile):
+            continue
         if boxed and (blocks == 2 or tiles_m == 4):  # few warps wait for each other
             continue
         if hold and work.fragments(tile) * work.words(tile) > MAX_HELD:
@@ -477,7 +510,21 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         if prod(work.stride) * tiles_m * tiles_c * 4 > MAX_STORES:
             continue
-        if work.products == 3 and work.accumulators(tile) >= SPILLED_OF_THREE.get((k_steps, blocks > 2), inf):
+        spilled = inf if split and k_steps == 1 else SPILLED_OF_THREE.get((k_steps, blocks > 2), inf)
+        if work.products == 3 and work.accumulators(tile) >= spilled:
             continue
         if work.registers(tile) <= REGISTERS // (THREADS * blocks) // 8 * 8:
             yield tile
+
+
+def _splits_well(work: Work, tile: Tile) -> bool:
+    """Whether a tile that splits its cells is of a kind that was faster than those that do not, of 32-bit numbers."""
+    if work.itemsize == 2 or work.taps > MANY_TAPS or tile.hold_weights:
+        return False
+    shape = tile.tiles_m, tile.tiles_c, tile.min_blocks
+    of_three = work.products == 3
+    if tile.k_steps == 1 and shape == (2, 1, 4):
+        return of_three
+    if work.out_channels_last:
+        return shape == ((1, 2, 2) if of_three else (2, 2, 3))
+    return tile.k_steps == 1 and shape == (4, 1, 3) and not of_three

@@ -62,6 +62,9 @@
 #ifndef HOLD_WEIGHTS  // whether a thread keeps its weights in registers
 #define HOLD_WEIGHTS 0
 #endif
+#ifndef SPLIT  // whether a warp sums the residues along D one after the other, not all at once
+#define SPLIT 0
+#endif
 #ifndef X_CHANNELS_LAST
 #define X_CHANNELS_LAST 0
 #endif
@@ -97,6 +100,11 @@ template <int KERNEL, int STRIDE, int DILATION, int SHIFT> struct Cells {
             if (shift(tap) == shift_of_x) return true;
         return false;
     }
+    __host__ __device__ static constexpr bool is_read_for(int residue_of_output, int shift_of_x) {
+        for (int tap = 0; tap < KERNEL; ++tap)
+            if (shift(tap) == shift_of_x && residue(tap) == residue_of_output) return true;
+        return false;
+    }
     // The number of a residue among those that have a tap, or -1.
     __host__ __device__ static constexpr int live(int residue_of_output) {
         for (int tap = 0; tap < LIVE; ++tap)
@@ -123,12 +131,20 @@ constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
 constexpr int WORDS = HALF_K ? 1 : 2 * PARTS;  // of a lane: K words t and t + 4, then their low parts
 constexpr int FRAGMENTS = TAPS * K_STEPS * TILES_C;
 
-constexpr int LIVE = CellsD::LIVE * CellsH::LIVE * CellsW::LIVE;
+// What a warp sums at a time: the outputs of its cells, or of them those of one residue along D.
+constexpr int LIVE_D = SPLIT ? 1 : CellsD::LIVE, LIVE = LIVE_D * CellsH::LIVE * CellsW::LIVE;
+constexpr int TIMES = SPLIT ? STRIDE_D : 1;
+
+__host__ __device__ constexpr bool summed_at(int time, int residue_d) { return !SPLIT || residue_d == time; }
+__host__ __device__ constexpr int sum_number(int live_d, int live_h, int live_w) {
+    return (live_d % LIVE_D * CellsH::LIVE + live_h) * CellsW::LIVE + live_w;
+}
 
 // Rows of outputs are turned in shared memory, eight channels at a time, by each warp for itself: [8 channels][run]. The distance of
 // channels lets a warp write all its banks.
 constexpr int RUN = CELLS * STRIDE_W;
 constexpr int CHANNEL = at_residue(RUN, 4, 16);
+constexpr bool TWO_RUNS = TILES_M == 4 && PRECISION != TF32X3;  // of a warp, in windows; of 3xTF32 registers would not do
 constexpr int TURNED = OUT_CHANNELS_LAST ? 0 : 8 * CHANNEL;  // words
 
 // Outputs of a row or, channels-last, channels that are stored at once where the result is aligned for it: parts of a cell, or whole
@@ -140,6 +156,7 @@ __host__ __device__ constexpr int widest_vector() {
     return vector;
 }
 
+static_assert(!SPLIT || !BOXED, "a box takes all outputs of its cells at once");
 static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
 static_assert(GROUPS == 1 || (GROUPS == 2 && HALF_K && TILES_C == 2), "a piece and an eight of each group");
 
@@ -339,9 +356,9 @@ __device__ __forceinline__ void find_inside(bool (&inside)[SHIFTS], const Index 
     }
 }
 
-// Adds all taps.
+// Adds all taps of what is summed at this time.
 template <class Weights>
-__device__ __forceinline__ void multiply(Sums& sums, const Lane& own, const Weights& weights, const Staged& s,
+__device__ __forceinline__ void multiply(Sums& sums, const Lane& own, const Weights& weights, const Staged& s, int time,
                                          const Problem& p) {
     bool inside_d[CellsD::shifts()], inside_h[CellsH::shifts()], inside_w[CellsW::shifts()];
     find_inside(inside_d, own.d, p.x_extent[0]);
@@ -349,7 +366,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Lane& own, const Weig
     find_inside(inside_w, own.w, p.x_extent[2]);
 #pragma unroll
     for (int shift_d = 0; shift_d < CellsD::shifts(); ++shift_d) {
-        if (!CellsD::is_read(shift_d) || !inside_d[shift_d]) continue;
+        if (!(SPLIT ? CellsD::is_read_for(time, shift_d) : CellsD::is_read(shift_d)) || !inside_d[shift_d]) continue;
 #pragma unroll
         for (int shift_h = 0; shift_h < CellsH::shifts(); ++shift_h) {
             if (!CellsH::is_read(shift_h) || !inside_h[shift_h]) continue;
@@ -364,7 +381,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Lane& own, const Weig
                     for (int m = 0; m < TILES_M; ++m) load_rows(rows[m], own.from[m] + k * 2 * s.plane + line + shift_w, s.plane);
 #pragma unroll
                     for (int tap_d = 0; tap_d < KERNEL_D; ++tap_d) {
-                        if (CellsD::shift(tap_d) != shift_d) continue;
+                        if (CellsD::shift(tap_d) != shift_d || !summed_at(time, CellsD::residue(tap_d))) continue;
 #pragma unroll
                         for (int tap_h = 0; tap_h < KERNEL_H; ++tap_h) {
                             if (CellsH::shift(tap_h) != shift_h) continue;
@@ -372,8 +389,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Lane& own, const Weig
                             for (int tap_w = 0; tap_w < KERNEL_W; ++tap_w) {
                                 if (CellsW::shift(tap_w) != shift_w) continue;
                                 const int tap = (tap_d * KERNEL_H + tap_h) * KERNEL_W + tap_w;
-                                const int set = (tap_d % CellsD::STEP * CellsH::LIVE + tap_h % CellsH::STEP) * CellsW::LIVE +
-                                                tap_w % CellsW::STEP;
+                                const int set = sum_number(tap_d % CellsD::STEP, tap_h % CellsH::STEP, tap_w % CellsW::STEP);
 #pragma unroll
                                 for (int c = 0; c < TILES_C; ++c) {
                                     const Fragment b = weights((tap * K_STEPS + k) * TILES_C + c);
@@ -395,7 +411,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Lane& own, const Weig
 __device__ __forceinline__ float sum_of(const Sums& sums, const float (&bias)[TILES_C][2], int m, int live_d, int live_h, int live_w,
                                         int c, int i) {
     if (live_d < 0 || live_h < 0 || live_w < 0) return bias[c][i % 2];
-    return sums[m][(live_d * CellsH::LIVE + live_h) * CellsW::LIVE + live_w][c][i];
+    return sums[m][sum_number(live_d, live_h, live_w)][c][i];
 }
 
 #if BOXED
@@ -430,8 +446,8 @@ __device__ __forceinline__ void store_two_eights(const float (&two)[TILES_C][2],
 }
 
 template <int VECTOR>
-__device__ __forceinline__ void store(float*, const Sums& sums, const float (&bias)[TILES_C][2], int first, int cells, int channels,
-                                      const Block& b, Stored* out, const Problem& p) {
+__device__ __forceinline__ void store(float*, const Sums& sums, const float (&bias)[TILES_C][2], int time, int first, int cells,
+                                      int channels, const Block& b, Stored* out, const Problem& p) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2 * TILES_M; ++half) {
@@ -443,6 +459,7 @@ __device__ __forceinline__ void store(float*, const Sums& sums, const float (&bi
 #pragma unroll
         for (int line = 0; line < STRIDE_D * STRIDE_H; ++line) {
             const int r_h = line % STRIDE_H, r_d = line / STRIDE_H;
+            if (!summed_at(time, r_d)) continue;
             const bool in_line = index < cells && within(d + r_d, p.out_extent[0]) && within(h + r_h, p.out_extent[1]);
             // A branch, which also keeps the compiler from working out all addresses at once.
             if (VECTOR <= 2 ? !in_line : !__any_sync(~0u, in_line)) continue;
@@ -526,42 +543,61 @@ __device__ __forceinline__ void store_eight(Stored* out, const float* turned, co
     }
 }
 
-// Stores long runs that lie in one row each, but start anywhere: in windows of 32 outputs whose address is a multiple of 32, since a
-// sector of memory that is written in two parts costs as much as two. Windows differ from channel to channel.
-__device__ __forceinline__ void store_windows(float* turned, const Sums& sums, const float (&bias)[TILES_C][2], int first,
+// Stores long runs that lie in one row each, but start anywhere, of which a warp has one or two: in windows of 32 outputs whose address is
+// a multiple of 32, since a sector of memory that is written in two parts costs as much as two. Windows differ from channel to channel.
+template <int RUNS>
+__device__ __forceinline__ void store_windows(float* turned, const Sums& sums, const float (&bias)[TILES_C][2], int time, int first,
                                               int cells, int channels, const Block& b, Stored* out, const Problem& p) {
+    constexpr int LONG = RUN / RUNS;
     const int lane = threadIdx.x % 32;
-    const Cell cell = cell_of(first, p);
-    const Index d = (b.d + cell.d) * STRIDE_D, h = (b.h + cell.h) * STRIDE_H, w = (b.w + cell.w) * STRIDE_W;
-    const int length = (int)max(0ll, min((long long)RUN, p.out_extent[2] - w));
     const long long step = p.out_stride[1];
-    out += d * p.out_stride[2] + h * p.out_stride[3] + w;
+    Index d[RUNS], h[RUNS], start[RUNS];
+    int length[RUNS];
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+        const int index = first + run * (CELLS / RUNS);
+        const Cell cell = cell_of(index, p);
+        const Index w = (b.w + cell.w) * STRIDE_W;
+        d[run] = (b.d + cell.d) * STRIDE_D, h[run] = (b.h + cell.h) * STRIDE_H;
+        start[run] = d[run] * (Index)p.out_stride[2] + h[run] * (Index)p.out_stride[3] + w;
+        length[run] = index < cells ? (int)max(0ll, min((long long)LONG, p.out_extent[2] - w)) : 0;
+    }
 #pragma unroll
     for (int line = 0; line < STRIDE_D * STRIDE_H; ++line) {
         const int r_h = line % STRIDE_H, r_d = line / STRIDE_H;
-        if (!within(d + r_d, p.out_extent[0]) || !within(h + r_h, p.out_extent[1])) continue;
-        Stored* to = out + r_d * (Index)p.out_stride[2] + r_h * (Index)p.out_stride[3];
+        if (!summed_at(time, r_d)) continue;
+        if (RUNS == 1 && (!within(d[0] + r_d, p.out_extent[0]) || !within(h[0] + r_h, p.out_extent[1]))) continue;
 #pragma unroll
         for (int c = 0; c < TILES_C; ++c) {
             __syncwarp();  // what was turned before is read
             turn(turned, sums, bias, CellsD::live(r_d), CellsH::live(r_h), c);
             __syncwarp();
-#pragma unroll 4
-            for (int one = 0; one < min(8, channels - c * 8); ++one) {
-                const int at = lane - (int)((unsigned long long)to / sizeof(Stored) % 32);
-                const float* const from = turned + one * CHANNEL + at;
 #pragma unroll
-                for (int window = 0; window < RUN + 32; window += 32)
-                    if ((unsigned)(at + window) < (unsigned)length) narrow(from[window], to[at + window]);
-                to += step;
+            for (int run = 0; run < RUNS; ++run) {
+                if (RUNS > 1 && (!within(d[run] + r_d, p.out_extent[0]) || !within(h[run] + r_h, p.out_extent[1]))) continue;
+                Stored* to = out + (start[run] + r_d * (Index)p.out_stride[2] + r_h * (Index)p.out_stride[3]) + c * 8 * step;
+#pragma unroll 4
+                for (int one = 0; one < min(8, channels - c * 8); ++one) {
+                    // Where the lane is in the first window, from the run's start on. No address of a window carries over.
+                    constexpr unsigned WINDOW = 32 * sizeof(Stored);
+                    const unsigned long long address = (unsigned long long)to;
+                    const int at = lane - (int)((unsigned)address % WINDOW / sizeof(Stored));
+                    const float* const from = turned + run * LONG + one * CHANNEL + at;
+                    Stored* const target = worked_out(reinterpret_cast<Stored*>((address & ~(WINDOW - 1ull)) | lane * sizeof(Stored)));
+#pragma unroll
+                    for (int window = 0; window < LONG + 32; window += 32)
+                        if (window == 0 ? (unsigned)at < (unsigned)length[run] : at < length[run] - window)
+                            narrow(from[window], target[window]);
+                    to += step;
+                }
             }
         }
     }
 }
 
 template <int VECTOR>
-__device__ __forceinline__ void store(float* turned, const Sums& sums, const float (&bias)[TILES_C][2], int first, int cells,
-                                      int channels, const Block& b, Stored* out, const Problem& p) {
+__device__ __forceinline__ void store(float* turned, const Sums& sums, const float (&bias)[TILES_C][2], int time, int first,
+                                      int cells, int channels, const Block& b, Stored* out, const Problem& p) {
     typedef Targets<VECTOR> T;
     const int lane = threadIdx.x % 32;
     const long long step = p.out_stride[1];
@@ -581,6 +617,7 @@ __device__ __forceinline__ void store(float* turned, const Sums& sums, const flo
     out += t.channel * step;
 #pragma unroll
     for (int r_d = 0; r_d < STRIDE_D; ++r_d) {
+        if (!summed_at(time, r_d)) continue;
 #pragma unroll
         for (int r_h = 0; r_h < STRIDE_H; ++r_h) {
             bool inside[T::COUNT];
@@ -738,38 +775,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 own.h[m] = first_h(b, p) + cell.h;
                 own.w[m] = first_w(b, p) + cell.w;
             }
-            Sums sums;
-            constexpr bool FEW_REGISTERS = PRECISION == TF32X3 || OUT_CHANNELS_LAST;  // then copies do less harm
 #pragma unroll
-            for (int m = 0; m < TILES_M; ++m)
+            for (int time = 0; time < TIMES; ++time) {
+                Sums sums;
+                constexpr bool FEW_REGISTERS = PRECISION == TF32X3 || OUT_CHANNELS_LAST;  // then copies do less harm
 #pragma unroll
-                for (int live = 0; live < LIVE; ++live)
+                for (int m = 0; m < TILES_M; ++m)
 #pragma unroll
-                    for (int c = 0; c < TILES_C; ++c)
+                    for (int live = 0; live < LIVE; ++live)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            sums[m][live][c][i] = FEW_REGISTERS ? two[c][i % 2] : on_its_own(two[c][i % 2]);
-            multiply(sums, own, weights, s, p);
+                        for (int c = 0; c < TILES_C; ++c)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i)
+                                sums[m][live][c][i] = FEW_REGISTERS ? two[c][i % 2] : on_its_own(two[c][i % 2]);
+                multiply(sums, own, weights, s, time, p);
 #if BOXED
-            put(first_result, pitch, sums, two, first, cells, b, p);
+                put(first_result, pitch, sums, two, first, cells, b, p);
 #elif OUT_CHANNELS_LAST
-            if (widest_vector() > 2 && p.out_vector == 1) {
-                store<2>(nullptr, sums, two, first, cells, channels, b, to, p);
-                continue;
-            }
+                if (widest_vector() > 2 && p.out_vector == 1) {
+                    store<2>(nullptr, sums, two, time, first, cells, channels, b, to, p);
+                    continue;
+                }
 #else
-            if (p.out_vector == 2) {
-                store_windows(turned + warp * TURNED, sums, two, first, cells, channels, b, to, p);
-                continue;
-            }
+                if (p.out_vector == 2) {
+                    if (TWO_RUNS && p.box[2] < CELLS) {
+                        store_windows<TWO_RUNS ? 2 : 1>(turned + warp * TURNED, sums, two, time, first, cells, channels, b, to, p);
+                    } else {
+                        store_windows<1>(turned + warp * TURNED, sums, two, time, first, cells, channels, b, to, p);
+                    }
+                    continue;
+                }
 #endif
 #if !BOXED
-            if (p.out_vector) {
-                store<widest_vector()>(turned + warp * TURNED, sums, two, first, cells, channels, b, to, p);
-            } else {
-                store<1>(turned + warp * TURNED, sums, two, first, cells, channels, b, to, p);
-            }
+                if (p.out_vector) {
+                    store<widest_vector()>(turned + warp * TURNED, sums, two, time, first, cells, channels, b, to, p);
+                } else {
+                    store<1>(turned + warp * TURNED, sums, two, time, first, cells, channels, b, to, p);
+                }
 #endif
+            }
         }
 #if BOXED
         copy_async_wait<0>();

@@ -71,6 +71,16 @@ def cases() -> dict[str, dict[str, Any]]:
         spec = Specialisation(kernel, stride, dilation, *channels, FOLLOWING, FOLLOWING, shifts=shifts)
         fields = {"device": dataclasses.replace(DEVICES[90], multiprocessors=1), "plan": plan_with(index, boxed=True)}
         found[f"boxed-{index}-{rank}d"] = {"spec": spec, "dtype": KINDS[index % 2][0], **fields}
+    for index, (precision, last) in enumerate(itertools.product(("tf32", "tf32x3"), (False, True))):
+        # Residues along D that are summed one after the other.
+        choose = random.Random(index)
+        kernel, stride = tuple(choose.randint(2, 3) for _ in range(3)), (choose.randint(2, 3), 2, 2)
+        shifts = tuple(min(choose.randrange(s), k - 1) for k, s in zip(kernel, stride, strict=True))
+        channels = ((3, 5), (16, 17), (8, 8), (5, 12))[index]
+        x, out = layouts(last), LAST if last else FOLLOWING
+        spec = Specialisation(kernel, stride, (1, 1, 1), *channels, x, out, shifts=shifts)
+        fields = {"device": dataclasses.replace(DEVICES[90], multiprocessors=1), "plan": plan_with(index, split=True)}
+        found[f"split-{precision}-{out[0]}"] = {"spec": spec, "dtype": "float32", "precision": precision, **fields}
     return found
 
 
@@ -78,7 +88,7 @@ def layouts(last: bool) -> tuple[str, ...]:
     return LAST if last else NOT_LAST
 
 
-def plan_with(number: int, groups: int = 1, boxed: bool = False) -> Callable[..., Plan]:
+def plan_with(number: int, groups: int = 1, boxed: bool = False, split: bool = False) -> Callable[..., Plan]:
     """Return a planner that takes one of a problem's tiles, whatever it costs."""
 
     def plan(
@@ -86,7 +96,8 @@ def plan_with(number: int, groups: int = 1, boxed: bool = False) -> Callable[...
     ) -> Plan:
         turned, turned_layout = narrow._batch_as_depth(geometry, layout)
         every_tile = fitting_tiles(narrow.Work.of_problem(turned, dtype, precision, turned_layout), device)
-        tiles = [tile for tile in every_tile if (tile.groups, tile.boxed) == (groups, boxed)] or every_tile
+        kind = groups, boxed, split
+        tiles = [tile for tile in every_tile if (tile.groups, tile.boxed, tile.split) == kind] or every_tile
         tile = tiles[number % len(tiles)]
         return plan_tile(tile)(family, geometry, dtype, layout, precision, device)
 

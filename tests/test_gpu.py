@@ -187,6 +187,32 @@ def test_boxes_of_rows(cupy: Any, by_narrow_groups: None, name: str, dtype: str)
     check(BOXED[name], dtype, cupy)
 
 
+# Few channels a group whose residues along D are summed one after the other, by tiles of 32 and of 64 cells: of one
+# row, of two, and of rows that do not divide them; whose runs leave as vectors, in windows and one by one.
+SPLIT = {
+    "long_rows": case((2, 32, 9, 20, 64), 32, 3, stride=2, padding=1, groups=4, has_bias=True),
+    "two_rows": case((3, 16, 7, 21, 32), 16, 3, stride=2, padding=1, groups=2),
+    "wide": case((2, 24, 5, 9, 127), 24, 4, stride=2, padding=1, groups=3),
+    "other_rows": case((2, 8, 9, 20, 45), 8, 3, stride=2, padding=(0, 1, 1), has_bias=True),
+    "even_rows": case((2, 16, 9, 20, 64), 16, 3, stride=2, padding=1, output_padding=1, groups=2),
+    "few": case((2, 9, 9, 20, 64), 15, 2, stride=2, groups=3, has_bias=True),
+    "along_depth": case((2, 16, 9, 20, 64), 16, 3, stride=(3, 1, 2), padding=1, groups=2),
+    "gaps": case((2, 16, 9, 20, 64), 16, 3, 2, padding=1, x_layout="cropped", out_layout="misaligned", groups=2),
+    "channels_last": case(
+        (2, 32, 9, 20, 33), 32, 3, stride=2, padding=1, groups=4, x_layout="channels_last", out_layout="channels_last"
+    ),
+    "sixteen_channels_last": case(
+        (2, 32, 9, 20, 33), 32, 3, 2, padding=1, groups=2, x_layout="channels_last", out_layout="channels_last"
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_residues_one_after_the_other(cupy: Any, by_narrow_groups: None, name: str, precision: str) -> None:
+    check(SPLIT[name], "float32", cupy, precision)
+
+
 @pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
 @pytest.mark.parametrize("name", ["upsampling_2d", "one_tap", "by_three"])
 def test_special_values_of_disjoint(cupy: Any, by_disjoint: None, checked: Any, name: str) -> None:

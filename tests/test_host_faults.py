@@ -60,11 +60,12 @@ NARROW_LAST = case(
 
 OF_NARROW_GROUPS = plan_narrow_groups.Tile(2, 1, 1, False, False, 2)
 OF_TWO_GROUPS = plan_narrow_groups.Tile(1, 2, 1, True, False, 2, 2)
+OF_SPLIT_CELLS = plan_narrow_groups.Tile(4, 1, 1, False, False, 2, split=True)
 
 
-def narrow_fault(before: str, after: str, caught_by: str) -> Fault:
+def narrow_fault(before: str, after: str, caught_by: str, tile: plan_narrow_groups.Tile = OF_NARROW_GROUPS) -> Fault:
     def run(sources: dict[str, str]) -> None:
-        device, plan = Device(90, 1, DEVICES[90].shared_bytes), host_narrow_groups.plan_tile(OF_NARROW_GROUPS)
+        device, plan = Device(90, 1, DEVICES[90].shared_bytes), host_narrow_groups.plan_tile(tile)
         with on_host("narrow_groups", device, "tf32", sources=sources, plan=plan):
             check(NARROW, "float32", precision="tf32")
 
@@ -289,9 +290,16 @@ FAULTS = {
         "first + m * 16 + lane % 16", "first + m * 16 + (lane % 16 ^ 8)", VALUES
     ),
     "a window of a row one output late": narrow_fault(
-        "narrow(from[window], to[at + window])",
-        "narrow(from[window], to[at + window + 1])",
+        "narrow(from[window], target[window])",
+        "narrow(from[window], target[window + 1])",
         "heap-buffer-overflow|AddressSanitizer",
+    ),
+    "the first row's run for both": narrow_fault("turned + run * LONG + one", "turned + one", VALUES, OF_SPLIT_CELLS),
+    "only the first residue along D": narrow_fault(
+        "TIMES = SPLIT ? STRIDE_D : 1", "TIMES = 1", "nobody wrote byte", OF_SPLIT_CELLS
+    ),
+    "the other residue's taps along D": narrow_fault(
+        "shift_d || !summed_at(time,", "shift_d || !summed_at(TIMES - 1 - time,", VALUES, OF_SPLIT_CELLS
     ),
     "the first group's weights for both": two_groups_fault("2 * group + eight", "2 * group", VALUES),
     "the first group's input for both": two_groups_fault("GROUPS == 2 ? 2 * eight : 0", "0", VALUES),

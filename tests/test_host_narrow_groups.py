@@ -26,9 +26,12 @@ ROWS_OF_BOX, WHOLE_ROWS = 1, 2
 WIDE, NARROW = Tile(2, 1, 1, False, False, 2), Tile(1, 1, 1, False, True, 4)
 HALF = Tile(1, 1, 1, True, False, 4)
 BOXED, BOXED_PAIR = Tile(1, 1, 1, True, False, 3, boxed=True), Tile(2, 2, 1, False, True, 3, boxed=True)
+SPLIT, LONG_SPLIT = Tile(2, 1, 1, False, False, 4, split=True), Tile(4, 1, 1, False, False, 3, split=True)
 TWO_EIGHTS, TWO_GROUPS = Tile(1, 2, 1, False, False, 2), Tile(1, 2, 1, True, True, 2, 2)
 EVEN = case((2, 16, 3, 4, 32), 12, 4, 2, padding=1, groups=2, has_bias=True)  # 64 outputs a row
 ODD = case((2, 16, 3, 4, 32), 12, 3, 2, padding=1, groups=2, has_bias=True)  # 63
+WIDE_ODD = case((2, 16, 3, 3, 64), 12, 3, 2, padding=1, groups=2)  # 127
+HOLES = case((2, 16, 3, 4, 32), 12, (1, 3, 3), (3, 2, 2), padding=(0, 1, 1), groups=2, has_bias=True)
 LONG = case((1, 8, 3, 96), 8, (3, 5), (1, 4), padding=(1, 2), has_bias=True)  # 381, in several boxes
 ONCE = case((1, 8, 3, 3, 36), 8, 3, padding=1)
 LAST = case((2, 16, 3, 4, 9), 16, 3, 2, groups=2, has_bias=True, x_layout="channels_last", out_layout="channels_last")
@@ -49,6 +52,19 @@ STORED = {
     "vectors-of-a-cell": (case((1, 8, 40), 8, 9, 8, padding=1, output_padding=1), "bfloat16", None, HALF, VECTORS),
     "windows": (ODD, "float32", "tf32", WIDE, WINDOWS),
     "windows-of-several-boxes": (LONG, "float32", "tf32", WIDE, WINDOWS),
+    "windows-of-two-rows": (ODD, "float32", "tf32", LONG_SPLIT, WINDOWS),
+    "windows-of-two-rows-of-two-planes": (
+        dataclasses.replace(ODD, extent=(4, 3, 32)),
+        "float32",
+        "tf32",
+        LONG_SPLIT,
+        WINDOWS,
+    ),
+    "split-vectors": (EVEN, "float32", "tf32x3", Tile(2, 1, 1, False, False, 2, split=True), VECTORS),
+    "split-one-by-one": (ODD, "float32", "tf32x3", SPLIT, ONE_BY_ONE),
+    "split-where-a-residue-has-no-tap": (HOLES, "float32", "tf32x3", SPLIT, ONE_BY_ONE),
+    "split-pairs-of-channels": (LAST, "float32", "tf32x3", SPLIT, VECTORS),
+    "split-both-eights": (wide(16, 2), "float16", None, Tile(1, 2, 1, False, False, 2, split=True), BOTH_EIGHTS),
     "one-by-one": (ODD, "bfloat16", None, HALF, ONE_BY_ONE),
     "one-by-one-of-three": (case((1, 8, 30), 8, 5, 3), "float32", "tf32x3", WIDE, ONE_BY_ONE),
     "boxes-of-even-rows": (EVEN, "float16", None, BOXED, WHOLE_ROWS),
@@ -80,6 +96,23 @@ def test_results_are_stored(name: str) -> None:
     problem, dtype, precision, tile, way = STORED[name]
     assert problem_of(plan_of(problem, dtype, precision, tile))["out_vector"] == (way,)
     with on_host("narrow_groups", DEVICES[90], precision, plan=plan_tile(tile)):
+        check(problem, dtype, precision=precision)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("float32", "tf32x3"), ("float16", None)])
+@pytest.mark.parametrize("width", [62, 64])
+def test_a_long_run_is_stored(dtype: str, precision: str | None, width: int) -> None:
+    """On a small GPU boxes are large, so that a warp has a single row of each."""
+    problem, device = (
+        dataclasses.replace(WIDE_ODD, extent=(3, 3, width)),
+        dataclasses.replace(DEVICES[90], multiprocessors=1),
+    )
+    tile = Tile(4, 1, 1, dtype == "float16", False, 2, split=True)
+    geometry = geometry_of(problem)
+    plan = plan_tile(tile)("narrow_groups", geometry, dtype, layout_of(geometry), precision, device)
+    assert problem_of(plan)["box"][2] % tile.cells == 0
+    assert problem_of(plan)["out_vector"] == (WINDOWS,)
+    with on_host("narrow_groups", device, precision, plan=plan_tile(tile)):
         check(problem, dtype, precision=precision)
 
 

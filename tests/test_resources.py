@@ -173,6 +173,19 @@ def test_sums_of_three_products_in_narrow_groups_do_not_spill(problem: Problem, 
         assert_sound(plan, arch)
 
 
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+def test_narrow_groups_that_split_cells_do_not_spill(precision: str, arch: int) -> None:
+    skip_if_unknown(arch)
+    geometry = geometry_of(case((2, 32, 8, 16, 64), 32, 3, 2, 1, groups=4))
+    sixteen = geometry_of(case((2, 32, 8, 16, 64), 32, 3, 2, 1, groups=2))
+    for problem, last in ((geometry, False), (geometry, precision == "tf32x3"), (sixteen, True)):
+        plan = plan_narrow_groups(problem, "float32", layout_of(problem, last=last), precision, DEVICES[arch])
+        assert isinstance(plan, Plan)
+        assert plan.tile.split or arch < 90
+        assert_sound(plan, arch)
+
+
 # Sums of many slices and channels have spilled, and weights that the compiler keeps from plane to plane.
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_narrow_correlations_of_two_eights_do_not_spill(arch: int) -> None:
