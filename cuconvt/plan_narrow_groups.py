@@ -47,7 +47,7 @@ MAX_BOXES = 2**30
 BOXES = ((1, 2, 4, 8), (1, 2, 4, 8), (32, 64, 128, 256, 512))
 MAX_CELLS = 1024
 FEW = 16  # parts of a row, of which one may be added to it
-MANY_TAPS = 64
+MANY_TAPS = 64  # of a kernel: with more, products bound it, and cells are not split
 # Outputs of a row that a warp stores, from which on it does so in windows, by their bytes and the products of a pair of
 # inputs. Shorter ones are bound by instructions.
 LONG_RUN = {(4, 1): 64, (4, 3): 128, (2, 1): 128}
@@ -288,7 +288,7 @@ class Work:
 
     @functools.cached_property
     def reads_split(self) -> int:
-        """The same where residues along D are summed one after the other, each of which reads its own shifts."""
+        """Shifts that are read where residues along D are summed one after the other, each with those of its taps."""
         k, s, d, shift = (of_axis[0] for of_axis in (self.kernel, self.stride, self.dilation, self.shift))
         along_d = len({(tap * d - shift) // s for tap in range(k)})
         return self.reads // along_d * len({divmod(tap * d - shift, s) for tap in range(k)})
