@@ -64,21 +64,33 @@ class WeightGradientLaunch(NamedTuple):
     turn: Any = None  # the kernel that makes channels-last copies of arrays, or None
     turned: tuple[int, ...] = ()  # where those of x and y are in the workspace, or -1
     maps: bool = False  # whether the kernel takes x and y as tensor maps
+    images: tuple[int, ...] = ()  # launches that take some images each, and bytes of x and y from one's to the next's
+    kernel_of_next: Any = None  # the kernel of all of these but the first
 
     def __call__(self, x: Any, y: Any, out: Any, stream: Any = None, allocate: Any = alloc) -> None:
         """Queue the kernels, on CuPy's current stream unless told; of the arrays, only the addresses are passed."""
         stream = get_current_stream() if stream is None else stream
         parts: Any = allocate(self.workspace_bytes) if self.workspace_bytes else None
+        if self.images:
+            launches, *steps = self.images
+            x, y = (array if isinstance(array, int) else array.data.ptr for array in (x, y))
+            for i in range(launches):
+                self._multiply(stream, self.kernel_of_next if i else self.kernel, x, y, parts, out)
+                x, y = x + steps[0], y + steps[1]
+        else:
+            self._multiply(stream, self.kernel, x, y, parts, out)
+        if self.add is not None:
+            self.add(stream, parts, out)
+
+    def _multiply(self, stream: Any, kernel: Any, x: Any, y: Any, parts: Any, out: Any) -> None:
         if self.turn is not None:
             turned_x, turned_y = (None if place < 0 else parts + place for place in self.turned)
             self.turn(stream, x, y, turned_x, turned_y)
             x, y = x if turned_x is None else turned_x, y if turned_y is None else turned_y
         if self.maps:
-            self.kernel(stream, x, y, parts)  # the other kernel writes the result
+            kernel(stream, x, y, parts)  # the other kernel writes the result
         else:
-            self.kernel(stream, x, y, parts, out)
-        if self.add is not None:
-            self.add(stream, parts, out)
+            kernel(stream, x, y, parts, out)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,8 +125,9 @@ def prepare_weight_gradient(plan: Plan, dtype: str, device: Device) -> WeightGra
             plan.turn_blocks, TURN_THREADS, 0, struct_of(plan.turns), pointers=4
         )
     kernel = load(plan, plan.kernel, device)
-    return WeightGradientLaunch(
-        kernel=kernel.bind(
+
+    def bind(problem: Any) -> Any:
+        return kernel.bind(
             plan.grid,
             plan.block,
             plan.shared_bytes,
@@ -122,10 +135,15 @@ def prepare_weight_gradient(plan: Plan, dtype: str, device: Device) -> WeightGra
             pointers=3 if plan.maps else 4,
             early=early and turn is not None,
             maps=plan.maps,
-        ),
+        )
+
+    return WeightGradientLaunch(
+        kernel=bind(problem),
         add=add,
         workspace_bytes=plan.workspace_bytes,
         turn=turn,
         turned=plan.turned,
         maps=bool(plan.maps),
+        images=plan.images,
+        kernel_of_next=bind(struct_of(plan.problem_of_next)) if plan.images else None,
     )

@@ -207,8 +207,8 @@ MAP_BYTES = 128  # of a CUtensorMap, which is aligned to 64
 
 def _encoder(tensor_map: TensorMap, place: int) -> Callable[[int], None]:
     """Return a function that writes a map of an array at some address to a place."""
-    types = {"float16": 6, "bfloat16": 9, "tf32": 11}  # CU_TENSOR_MAP_DATA_TYPE_...
-    swizzles = {32: 1, 64: 2, 128: 3}  # by bytes of a row: CU_TENSOR_MAP_SWIZZLE_32B, ...
+    types = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}  # CU_TENSOR_MAP_DATA_TYPE_...
+    swizzles = {32: 1, 64: 2, 128: 3, 512: 0}  # by bytes of a row: CU_TENSOR_MAP_SWIZZLE_32B, ..., _NONE
     no_interleave, promote_128, zeros = 0, 2, 0
     rank = len(tensor_map.extents)
     arrays = (

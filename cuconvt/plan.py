@@ -122,6 +122,11 @@ class Plan:
         The parameters of ``<kernel>_turn``, which makes channels-last copies of arrays, and its blocks; 0 without one.
     turned : tuple of int
         Where the copies of x and y are in the workspace, behind the sums; -1 for one that is read as it is.
+    images : tuple of int
+        Of a batch that is taken in several launches, so many images each, whose sums are added: how many launches, and
+        how many bytes of x and y these images have. Empty where all are taken at once.
+    problem_of_next : tuple of int
+        The run-time parameters of all of these but the first one.
     tile : object
         The family's tile, from which its ``plan_<kernel>`` makes the same plan again.
     tuned : bool
@@ -146,6 +151,8 @@ class Plan:
     turns: Ints = ()
     turn_blocks: int = 0
     turned: Ints = ()
+    images: Ints = ()
+    problem_of_next: Ints = ()
     tile: Any = field(default=None, compare=False)
     tuned: bool = field(default=False, compare=False)
     refused: tuple[str, ...] = field(default=(), compare=False)

@@ -22,10 +22,12 @@ from cuconvt.plan import (
     axis_macros,
     problem_parameters,
     refuse_steps,
+    refuse_tensor_cores,
     round_up,
     taps_follow_each_other,
     with_taps_as_channels,
 )
+from cuconvt.plan_phase_gemm import PRECISION_CODES
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
 from cuconvt.plan_search import ROUNDINGS, of_tile, remembered
 from cuconvt.plan_weight_gradient_boxes import (
@@ -36,38 +38,65 @@ from cuconvt.plan_weight_gradient_boxes import (
     WorkOnBoxes,
     shares,
 )
-from cuconvt.tensor_map import CHANNELS, ITEMSIZE, MAX_BOX, MAX_STEP, TensorMap, reads, spans
+from cuconvt.tensor_map import MAX_BOX, MAX_STEP, PLAIN_ROW, STRIDE_BYTES, TensorMap, reads, spans
 
+NAME = "weight_gradient_tma"
+NO_ROOM = "for want of room: "  # why images are taken in several launches
+MAX_LAUNCHES = 64
+MOST_CLOCKS = 1.3  # of a launch, relative to what it took with any number of sums
 ALIGNMENT = 1024  # of what copies bring
 LEAST_STAGES, MAX_STAGES = 2, 8
-ROW_BYTES = 128  # 64 channels of a position
-COPIED = 8  # channels: a copy that starts at others is an illegal instruction
+ROW_BYTES = 128  # 64 channels of a position, 32 of float32
+# Of a position's channels, below which taps along W become channels, by bytes of an element.
+FOLDED_BYTES = {2: 128, 4: 256}
 MAX_TILES_N = 24  # times 8 columns of a product
-MAX_TILES_M = 4
+MAX_ROWS = {2: 256, 4: 192}  # of channels of a tile, by bytes of an element
 MAX_TAPS = 4, 4, 8  # of a tile along D, H, W
 MAX_UNITS = 12  # of a worker
-MAX_IDLE = 1.3  # units, relative to those of use
+MAX_IDLE = {64: 1.3, 16: 1.5}  # rows of all units, relative to those of use, by rows that have one tap
 SUMS_OF_PATCH = 128  # of each tap, that a block of the second pass adds
 TURN_THREADS = 256
 # Workers of a block, in warpgroups, and blocks on a multiprocessor.
 KINDS = ((2, 1), (1, 2), (1, 1), (3, 1))
 COPIER_REGISTERS, MAX_REGISTERS = 24, 240  # of a thread
-OTHER_REGISTERS = 40  # of a worker, besides sums
+OTHER_REGISTERS = 40, 44, 56  # of a worker, besides sums, by parts
+ROWS = {2: 64, 4: 16}  # of the product that have one tap, by bytes of an element
 LARGEST_BOX = 512  # positions
 
-# Rates of an H200's multiprocessor, per clock, that the cost estimate uses; fitted to 457 launches, 8% rms.
-LEAST_CLOCKS = 16  # of a product
+
+class Rates(NamedTuple):
+    """An H200's multiprocessor, in clocks and per clock, as the cost estimate has it."""
+
+    row_clocks: float  # of a row that is copied, besides its bytes
+    l2_bytes: float
+    memory_bytes: float  # of arrays that are read once
+    turned_bytes: float  # read and written
+    written_bytes: float  # of sums
+    read_bytes: float
+    few_stages: float  # what copies wait for products, of as much as they take, divided by the boxes they are ahead
+    box_clocks: float
+    overlap: float  # what of reading arrays once adds to all else, or the other way round
+    boxes_around: float  # what a block takes before and after its boxes, in boxes
+
+
+# By bytes of an element; fitted to 457 launches, 8% rms, and to 760.
+RATES = {
+    2: Rates(1.4, 80, 26, 18, 61, 18, 0.5, 180, 0.1, 0.65),
+    4: Rates(1.17, 400, 19.7, 13.8, 200, 14.8, 1.9, 400, 0.06, 0.3),
+}
+LEAST_CLOCKS = 16  # of a product of 16 bits
 OF_ROWS = 12  # shared memory's, of a product's rows
 LONE_CLOCKS = 14  # of a step, where one worker has a multiprocessor alone
-ROW_CLOCKS = 1.4  # of a row that is copied, besides its bytes
-L2_BYTES_A_CLOCK = 80
-MEMORY_BYTES_A_CLOCK = 26  # of arrays that are read once
-TURNED_BYTES_A_CLOCK = 18  # read and written
-WRITTEN_BYTES_A_CLOCK, READ_BYTES_A_CLOCK = 61, 18  # of sums
-FEW_STAGES = 0.5  # what copies wait for products, of as much as they take, divided by the boxes that they are ahead
-BOX_CLOCKS = 180
-OVERLAP = 0.1  # what of reading arrays once adds to all else, or the other way round
-BOXES_AROUND = 0.65  # what a block takes before and after its boxes, in boxes
+# Of float32, with one part and two: clocks of a product's instructions, those from a product of a worker to the next
+# one with few fragments and with more, and what bounds add to each other (a norm's exponent).
+PRODUCT_CLOCKS, NEXT_CLOCKS, NORM = (29, 67), ((79, 57), (132, 132)), 6
+COLUMNS_CLOCKS, OF_LOADS, SHARED_CLOCKS = (
+    2.0,
+    16,
+    0.77,
+)  # of eight columns; of loads of a product's rows; of what is shared
+MANY_REGISTERS = 56  # of a worker besides its sums, with which it has more fragments
+
 # The launches that tiles are chosen for, (N, D, H, W) by rank; for one and two axes D is the batch.
 TYPICAL = {
     1: ((1, 16, 1, 256), (1, 16, 1, 4096)),
@@ -77,6 +106,8 @@ TYPICAL = {
 # The cost that is compared with other kernels', relative to the estimated time, which has the sums of launches that are
 # not large, as theirs do not. Such that it is chosen where it took less time, in rows (turned) for most of 17 problems.
 COMPARED, COMPARED_OF_TURNED = 0.85, 0.6
+COMPARED_OF_FLOAT32 = ((0.42, 0.68), (0.72, 0.81))  # by whether y is turned, and parts; of 104 problems
+PARTS = {"tf32": 1, "tf32x3": 2}
 
 
 @dataclass(frozen=True)
@@ -85,30 +116,32 @@ class Tile:
 
     workers: int
     rows_of_x: int  # whether rows of the product are channels of x
-    tiles_m: int  # times 64 rows
+    tiles_m: int  # times as many rows as have one tap
     tiles_n: int  # times 8 columns
     taps: tuple[int, int, int]  # along D, H, W
     apart: tuple[int, int, int]  # neighbours of them
     min_blocks: int = 1
     fold: int = 1  # taps along W that are channels of y
+    rows: int = 64  # that have one tap: 64, of float32 16
 
     @functools.cached_property
     def units(self) -> int:
         """Products of a worker, for a step."""
-        return -(-prod(self.taps) * self.tiles_m // self.workers)
+        return -(-prod(self.taps) * self.tiles_m * self.rows // (64 * self.workers))
 
     @property
     def channels_in(self) -> int:
-        return 64 * self.tiles_m if self.rows_of_x else 8 * self.tiles_n
+        return self.rows * self.tiles_m if self.rows_of_x else 8 * self.tiles_n
 
     @property
     def channels_out(self) -> int:
-        return 8 * self.tiles_n if self.rows_of_x else 64 * self.tiles_m
+        return 8 * self.tiles_n if self.rows_of_x else self.rows * self.tiles_m
 
     @functools.cached_property
     def groups(self) -> tuple[int, int]:
-        """Of 64 channels of x and y, that are copied."""
-        return -(-self.channels_in // CHANNELS), -(-self.channels_out // CHANNELS)
+        """Of channels of x and y, rows of 128 bytes that are copied; x of float32 is prepared."""
+        copied = ROW_BYTES // (2 if self.rows == ROWS[2] else 4)
+        return -(-self.channels_in // copied), -(-self.channels_out // copied)
 
     @functools.cached_property
     def sums(self) -> int:
@@ -145,6 +178,15 @@ class Shape:
     x_turned: bool  # whether it is made channels-last before
     y_turned: bool
     fold: int = 1  # taps along W that are channels of y
+    parts: int = 0  # of a number of float32, as the tensor cores take it: of x, one or two are prepared
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.parts else 2
+
+    @property
+    def products(self) -> int:
+        return 3 if self.parts == 2 else 1
 
     @classmethod
     def of(cls, sides: Sides) -> Shape:
@@ -160,6 +202,7 @@ class Shape:
             sides.turn_x is not None,
             sides.turn_y is not None,
             sides.fold,
+            sides.parts,
         )
 
 
@@ -169,13 +212,12 @@ class Array(NamedTuple):
     extents: Ints
     strides: Ints
 
-    @property
-    def bytes(self) -> int:
-        return round_up(ITEMSIZE * self.extents[0] * self.strides[0], 256)
+    def bytes(self, itemsize: int) -> int:
+        return round_up(itemsize * self.extents[0] * self.strides[0], 256)
 
 
 class Sides(NamedTuple):
-    """A problem as copies see it, and what has to be turned for that."""
+    """A problem as copies see it, and what has to be turned for that; x of float32 is prepared in any case."""
 
     geometry: Geometry  # with the steps of y as it is copied
     x: Array
@@ -183,10 +225,11 @@ class Sides(NamedTuple):
     turn_x: Ints | None  # ``struct Turn`` without its blocks
     turn_y: Ints | None
     fold: int = 1  # taps along W that are channels of y
+    parts: int = 0  # of float32
 
     @classmethod
-    def of(cls, geometry: Geometry, layout: Layout) -> Sides:
-        g = geometry
+    def of(cls, geometry: Geometry, layout: Layout, parts: int = 0) -> Sides:
+        g, itemsize = geometry, 4 if parts else 2
         x, y = (
             Array((g.n, channels, *extent), strides)
             for channels, extent, strides in (
@@ -195,23 +238,29 @@ class Sides(NamedTuple):
             )
         )
         turn_x = turn_y = None
-        if not reads(x.strides, x.extents, layout.x_aligned):
-            turn_x = turn_of(x, 0, layout.x_aligned)
-            x = _channels_last(x.extents)
-        if not reads(y.strides, y.extents, layout.out_aligned):
+        if not parts and not reads(x.strides, x.extents, layout.x_aligned):
+            turn_x = turn_of(x, 0, layout.x_aligned, itemsize)
+            x = _channels_last(x.extents, itemsize)
+        if not reads(y.strides, y.extents, layout.out_aligned, itemsize):
             g, y, first = _reached(g, y)
-            turn_y = turn_of(y, first, layout.out_aligned)
-            y = _channels_last(y.extents)
-        return cls(g, x, y, turn_x, turn_y)
+            turn_y = turn_of(y, first, layout.out_aligned, itemsize)
+            y = _channels_last(y.extents, itemsize)
+        return cls(g, x, y, turn_x, turn_y, parts=parts)
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.parts else 2
 
     def folded(self) -> Sides | None:
         """Return the same with the taps along W as channels of y, which follow each other where kernel = stride.
 
-        Rows that are copied are longer, where they are shorter than 128 bytes, and fewer tiles of taps read x.
+        Rows that are copied are longer, where they are shorter than 128 bytes (256 of float32), and fewer tiles of taps
+        read x.
         """
         (n, channels, d, h, w), strides = self.y
         taps, contiguous = self.geometry.kernel[2], strides[1] == 1 and strides[4] == channels
-        if channels >= CHANNELS or not contiguous or not taps_follow_each_other(self.geometry):
+        short = self.itemsize * channels < FOLDED_BYTES[self.itemsize]
+        if not short or not contiguous or not taps_follow_each_other(self.geometry):
             return None
         y = Array((n, taps * channels, d, h, w // taps), (*strides[:4], taps * channels))
         return self._replace(geometry=with_taps_as_channels(self.geometry), y=y, fold=taps)
@@ -238,14 +287,15 @@ def _reached(geometry: Geometry, y: Array) -> tuple[Geometry, Array, int]:
     return smaller, Array((*y.extents[:2], *extents), (of_n, of_channels, *strides)), first
 
 
-def _channels_last(extents: Ints) -> Array:
+def _channels_last(extents: Ints, itemsize: int) -> Array:
     _, channels, d, h, w = extents
-    padded = round_up(channels, 8)
+    padded = round_up(channels, STRIDE_BYTES // itemsize)
     return Array(extents, (d * h * w * padded, 1, h * w * padded, w * padded, padded))
 
 
-def turn_of(array: Array, first: int, aligned: bool) -> Ints:
+def turn_of(array: Array, first: int, aligned: bool, itemsize: int) -> Ints:
     """Return the parameters of the kernel that turns an array whose element `first` is the first one to read."""
+    piece = STRIDE_BYTES // itemsize
     (n, channels, *spatial), (of_n, of_channels, *of_axes) = array.extents, list(array.strides)
     extents, strides = list(spatial), list(of_axes)
     # Axes that follow each other in memory are one.
@@ -256,34 +306,84 @@ def turn_of(array: Array, first: int, aligned: bool) -> Ints:
         elif axis == 1:
             break
     distances = (of_n if n > 1 else 0, of_channels, *(s for s, e in zip(strides[:2], extents, strict=False) if e > 1))
-    wide = aligned and strides[2] == 1 and not any(number % 8 for number in (*distances, extents[2], first))
-    return (n, channels, *extents, of_n, of_channels, *strides, first, int(wide))
+    wide = aligned and strides[2] == 1 and not any(number % piece for number in (*distances, extents[2], first))
+    blocks = turn_blocks(n, channels, extents, wide, piece)
+    return (n, channels, *extents, of_n, of_channels, *strides, first, int(wide), *(0,) * 7, blocks)
 
 
-def turn_blocks(turn: Ints) -> int:
-    n, channels, d, h, w, *_, wide = turn
-    places, across = n * d * h * (w // 8 if wide else w), 4 if wide else 2
-    warps = _ceil_div(places, 32 // across) * _ceil_div(_ceil_div(channels, 8), across)
+def turn_blocks(n: int, channels: int, extents: list[int], wide: bool, piece: int) -> int:
+    places, across = n * prod(extents) // (piece if wide else 1), 4 if wide else 2
+    warps = _ceil_div(places, 32 // across) * _ceil_div(_ceil_div(channels, piece), across)
     return _ceil_div(32 * warps, TURN_THREADS)
+
+
+def prepared(geometry: Geometry, layout: Layout, box: Ints, tile: Tile) -> Ints:
+    """Return the parameters of the kernel that turns an array, of x of float32."""
+    g, (of_n, of_channel, *of_axes) = geometry, layout.x
+    strides = ((of_n, g.n), (of_channel, g.c_in), *zip(of_axes[:2], g.x_extent[:2], strict=True))
+    distances = (*(stride for stride, extent in strides if extent > 1), g.x_extent[2])
+    wide = layout.x_aligned and of_axes[2] == 1 and not any(distance % 4 for distance in distances)
+    boxes = tuple(_ceil_div(x, b) for x, b in zip(g.x_extent, box, strict=True))
+    tiles = g.groups * _ceil_div(g.c_in_per_group, tile.channels_in)
+    blocks = _ceil_div(tiles * g.n * prod(boxes) * prod(box) // 8 * tile.channels_in, TURN_THREADS)
+    of_x = g.n, g.c_in_per_group, *g.x_extent, *layout.x, 0
+    return (*of_x, int(wide), g.groups, *box, *boxes, blocks)
 
 
 def plan_weight_gradient_tma(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
 ) -> Plan | Refusal:
-    """Propose the tile with the least estimated time, or a given one, or say why the kernel does not serve."""
-    name = "weight_gradient_tma"
+    """Propose the tile with the least estimated time, or a given one, or say why the kernel does not serve.
+
+    Where the workspace of all images would be larger than it may be, they are taken in several launches.
+    """
     if reason := _refuse(geometry, dtype, precision, device):
-        return Refusal(name, reason)
-    sides = Sides.of(*_batch_as_depth(geometry, layout))
-    g = sides.geometry
+        return Refusal(NAME, reason)
+    refusal: Plan | Refusal = Refusal(NAME, "nothing to copy")
+    for launches in range(1, min(geometry.n, MAX_LAUNCHES) + 1):
+        if geometry.n % launches:
+            continue
+        images = dataclasses.replace(geometry, n=geometry.n // launches)
+        plan = _plan_images(images, dtype, layout, precision, device, tile)
+        if isinstance(plan, Plan):
+            return (
+                plan if launches == 1 else _in_launches(plan, launches, images, layout, 4 if dtype == "float32" else 2)
+            )
+        refusal = plan if launches == 1 else refusal
+        if not plan.reason.startswith(NO_ROOM):
+            break
+    return refusal
+
+
+def _in_launches(plan: Plan, launches: int, images: Geometry, layout: Layout, itemsize: int) -> Plan:
+    """Return the plan of all launches from that of the first one."""
+    steps = (itemsize * images.n * strides[0] for strides in (layout.x, layout.out))
+    first = len(plan.problem) - AFTER_PATCHES
+    return dataclasses.replace(
+        plan,
+        cost=launches * plan.cost,
+        images=(launches, *steps),
+        problem_of_next=(*plan.problem[:first], 1, *plan.problem[first + 1 :]),
+    )
+
+
+def _plan_images(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None
+) -> Plan | Refusal:
+    """Propose a plan for images that are taken at once."""
+    geometry, layout = _batch_as_depth(geometry, layout)
+    sides = Sides.of(geometry, layout, PARTS[precision or "tf32x3"] if dtype == "float32" else 0)
+    g, itemsize = sides.geometry, sides.itemsize
     if g.n * prod(g.x_extent) == 0:
-        return Refusal(name, "nothing to copy")
+        return Refusal(NAME, "nothing to copy")
     if max(_reach(g)) >= 2**31:
-        return Refusal(name, "positions beyond 2**31 are more than it counts")
-    turned = sum(array.bytes for array, turn in ((sides.x, sides.turn_x), (sides.y, sides.turn_y)) if turn is not None)
+        return Refusal(NAME, "positions beyond 2**31 are more than it counts")
+    arrays = (sides.x, sides.turn_x), (sides.y, sides.turn_y)
+    of_x, of_y = (array.bytes(itemsize) if turn is not None else 0 for array, turn in arrays)
+    turned = of_x + of_y
     room = MAX_WORKSPACE_BYTES - turned
     if room < 0:
-        return Refusal(name, f"turned arrays take {turned} bytes, more than {MAX_WORKSPACE_BYTES}")
+        return Refusal(NAME, f"{NO_ROOM}turned arrays take {turned} bytes, more than {MAX_WORKSPACE_BYTES}")
     choices = []
     for way in (sides, sides.folded()):
         if way is None or (tile is not None and tile.fold != way.fold):
@@ -294,17 +394,25 @@ def plan_weight_gradient_tma(
         if best is not None and cost is not None:
             choices.append((cost, way, work, best))
     if not choices:
-        return Refusal(name, "no box with what its taps reach is one that is copied to shared memory")
+        return Refusal(NAME, "no box with what its taps reach is one that is copied to shared memory")
     cost, sides, work, tile = min(choices, key=lambda choice: choice[0])
     g = sides.geometry
     choice = work.best_launch(tile, g.n, g.x_extent, device, room)
-    if choice is None:
-        return Refusal(name, "tiles of weights, or their boxes, are more than it counts or has room for")
+    free = work.best_launch(tile, g.n, g.x_extent, device, 2**63)
+    if choice is None or free is None:
+        return Refusal(NAME, f"{NO_ROOM}tiles of weights, or their boxes, are more than it counts or has room for")
+    if choice.clocks > MOST_CLOCKS * free.clocks:
+        return Refusal(NAME, f"{NO_ROOM}sums of blocks take {4 * tile.values} bytes each")
     box, share, _ = choice
     boxes = tuple(-(-x // b) for x, b in zip(g.x_extent, box, strict=True))
     maps = work.maps(tile, box, dtype, sides)
+    turn_x = sides.turn_x
+    if sides.parts:
+        of_x = work.prepared_bytes(tile, g.n * prod(boxes), prod(box))
+        turn_x = prepared(g, layout, box, tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
+        *((("PRECISION", PRECISION_CODES[precision]),) if sides.parts else ()),
         *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
         ("WORKERS", tile.workers),
         ("ROWS_OF_X", tile.rows_of_x),
@@ -316,15 +424,15 @@ def plan_weight_gradient_tma(
         ("WORKER_REGISTERS", tile.registers),
         ("COPIER_REGISTERS", COPIER_REGISTERS),
     )
-    patches = work.tiles_of_channels(tile) * tile.tiles_m * 4 * tile.tiles_n
+    patches = work.tiles_of_channels(tile) * tile.tiles_m * tile.rows // 16 * tile.tiles_n
     in_order = share.parts <= FEW_PARTS and patches >= device.multiprocessors // 2 and work.adds_in_order(tile)
     stages = work.stages(tile, work.stage_bytes(tile, box), device)
     parts_bytes = 4 * tile.values * share.slots
-    turned_x = parts_bytes if sides.turn_x else -1
-    turned_y = parts_bytes + (sides.x.bytes if sides.turn_x else 0) if sides.turn_y else -1
-    turns = [turn and (*turn, turn_blocks(turn)) for turn in (sides.turn_x, sides.turn_y)]
+    turned_x = parts_bytes if turn_x else -1
+    turned_y = parts_bytes + of_x if sides.turn_y else -1
+    turns = turn_x, sides.turn_y
     return Plan(
-        kernel=name,
+        kernel=NAME,
         defines=defines,
         grid=share.blocks,
         block=128 * (tile.workers + 1),
@@ -332,29 +440,30 @@ def plan_weight_gradient_tma(
         problem=problem_parameters(
             g, layout, (*boxes, 1), out_vector=in_order, box=(*box, stages, 0, 0, share.of_block, 0, 0, 0, 0)
         ),
-        cost=(COMPARED_OF_TURNED if turned else COMPARED) * (cost + work.turning_clocks()) * g.n * prod(g.x_extent),
-        workspace_bytes=parts_bytes + turned,
+        cost=work.compared() * (cost + work.turning_clocks()) * g.n * prod(g.x_extent),
+        workspace_bytes=parts_bytes + of_x + of_y,
         sums=patches * SUMS_OF_PATCH * prod(g.kernel),
         sums_a_block=SUMS_OF_PATCH * (prod(g.kernel) if in_order else 1),
         maps=maps,
-        turned=(turned_x, turned_y) if turned else (),
-        turns=tuple(number for turn in turns for number in (turn or (0,) * TURN_FIELDS)) if turned else (),
+        turned=(turned_x, turned_y) if any(turns) else (),
+        turns=tuple(number for turn in turns for number in (turn or (0,) * TURN_FIELDS)) if any(turns) else (),
         turn_blocks=sum(turn[-1] for turn in turns if turn),
         tile=tile,
     )
 
 
-TURN_FIELDS = 13
+TURN_FIELDS = 20
+AFTER_PATCHES = 9  # numbers of ``struct Problem`` from its patches on
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if device.compute_capability != 90:
-        return f"needs compute capability 9.0, the device has {device.compute_capability / 10}"
-    if dtype not in ("float16", "bfloat16"):
-        return f"computes in float16 and bfloat16, not in {precision or dtype}"
+    if reason := refuse_tensor_cores(dtype, precision, device, wgmma=True):
+        return reason
+    # A copy that starts at others is an illegal instruction.
+    copied = 4 if dtype == "float32" else 8
     per_group = geometry.c_in_per_group, geometry.c_out_per_group
-    if geometry.groups > 1 and any(channels % COPIED for channels in per_group):
-        return f"copies start at multiples of {COPIED} channels, groups have {per_group[0]} and {per_group[1]}"
+    if geometry.groups > 1 and any(channels % copied for channels in per_group[dtype == "float32" :]):
+        return f"copies start at multiples of {copied} channels, groups have {per_group[0]} and {per_group[1]}"
     return refuse_steps(geometry)
 
 
@@ -440,7 +549,7 @@ class Work(WorkOnBoxes[Tile]):
     piece, max_runs, boxes_around = 8, LARGEST_BOX // 8, 0
 
     def __init__(self, shape: Shape):
-        self.shape = shape
+        self.shape, self.rates = shape, RATES[shape.itemsize]
         self.known_boxes: dict[tuple[Ints, Ints], Copied] = {}
         self.tile: Tile | None = None  # the last one whose sizes were asked for, and these: see `of_tile`
         self.sizes: dict[Any, Any] = {}
@@ -480,7 +589,19 @@ class Work(WorkOnBoxes[Tile]):
     def bytes_of(self, tile: Tile, positions: int, of_y: int) -> int:
         """Return the shared memory that so many positions take, whose taps reach so many of y."""
         groups_x, groups_y = tile.groups
-        return groups_x * ROW_BYTES * positions + groups_y * round_up(ROW_BYTES * of_y, ALIGNMENT)
+        of_x = groups_x * ROW_BYTES * positions
+        if self.shape.parts:
+            of_x = round_up(self.prepared_bytes_of_box(tile, positions), ALIGNMENT)
+        return of_x + groups_y * round_up(ROW_BYTES * of_y, ALIGNMENT)
+
+    def prepared_bytes_of_box(self, tile: Tile, positions: int) -> int:
+        """Return what so many positions of x take for a tile's channels: whole rows, as boxes have two runs or more."""
+        return 4 * self.shape.parts * tile.channels_in * positions
+
+    def prepared_bytes(self, tile: Tile, boxes: int, positions: int) -> int:
+        """Return the same for all boxes and channels."""
+        tiles = self.shape.groups * _ceil_div(self.shape.c_in, tile.channels_in)
+        return tiles * boxes * self.prepared_bytes_of_box(tile, positions)
 
     def stages(self, tile: Tile, stage_bytes: int, device: Device) -> int:
         """Return how many boxes a block has room for; each reserves 1 KB on top of its own."""
@@ -503,23 +624,32 @@ class Work(WorkOnBoxes[Tile]):
 
     def maps(self, tile: Tile, box: Ints, dtype: str, sides: Sides) -> tuple[TensorMap, ...]:
         """Return the maps of x and y."""
-        return (
-            TensorMap.of(dtype, *sides.x, box, (1, 1, 1)),
-            TensorMap.of(dtype, *sides.y, self.y_box(tile, box), self.shape.stride),
-        )
+        s = self.shape
+        kind = ("float32" if s.parts == 2 else "tf32") if s.parts else dtype
+        y = TensorMap.of(kind, *sides.y, self.y_box(tile, box), s.stride, ROW_BYTES // s.itemsize)
+        if not s.parts:
+            return TensorMap.of(dtype, *sides.x, box, (1, 1, 1)), y
+        # Of each tile's channels all boxes, which are rows that follow each other.
+        row_bytes, of_box = 4 * PLAIN_ROW, self.prepared_bytes_of_box(tile, prod(box))
+        boxes = sides.geometry.n * _count(sides.geometry.x_extent, box)
+        tiles = self.prepared_bytes(tile, boxes, prod(box)) // (boxes * of_box)
+        extents = PLAIN_ROW, of_box // row_bytes, 1, boxes, tiles
+        strides = row_bytes, of_box, of_box, boxes * of_box
+        return TensorMap("float32", extents, strides, (extents[1], 1, 1), (1, 1, 1), PLAIN_ROW), y
 
     def best_launch(self, tile: Tile, n: int, extents: Ints, device: Device, room: int) -> Launch | None:
         """Return the launch with the least time for so many positions."""
-        timed: list[tuple[float, int, float, Ints]] = []
-        for box, boxes, positions, of_y in self.copied_boxes(tile, extents).boxes:
-            stages = self.stages(tile, self.bytes_of(tile, positions, of_y), device)
+        timed: list[tuple[float, int, float, CopiedBox]] = []
+        for box in self.copied_boxes(tile, extents).boxes:
+            stages = self.stages(tile, self.bytes_of(tile, box.positions, box.of_y), device)
             if stages >= LEAST_STAGES:
-                of_box = self.clocks_of(tile, positions, of_y, stages) + BOX_CLOCKS / tile.min_blocks
-                timed.append((n * boxes * of_box, n * boxes, of_box, box))
+                of_box = self.clocks_of(tile, box.positions, box.of_y, stages) + self.rates.box_clocks / tile.min_blocks
+                timed.append((n * box.boxes * of_box, n * box.boxes, of_box, box))
 
-        def launches(boxes: int, of_box: float, box: Ints) -> Iterator[Launch]:
-            for share in self.shares(tile, boxes, device, room):
-                yield Launch(box, share, self.launch_clocks(tile, of_box, share, device))
+        def launches(boxes: int, of_box: float, box: CopiedBox) -> Iterator[Launch]:
+            left = room - self.prepared_bytes(tile, boxes, box.positions)
+            for share in self.shares(tile, boxes, device, left):
+                yield Launch(box.box, share, self.launch_clocks(tile, of_box, share, device))
 
         # No launch takes less time than all its boxes do, however blocks share them: most are not worth a closer look.
         likely = (
@@ -561,29 +691,42 @@ class Work(WorkOnBoxes[Tile]):
         """Estimate the clocks of a launch, each box of which takes so many, and of the second pass."""
         held = tile.min_blocks * device.multiprocessors
         rounds = -(-share.blocks // held) * tile.min_blocks
-        clocks = rounds * (share.of_block + BOXES_AROUND) * of_box
+        clocks = rounds * (share.of_block + self.rates.boxes_around) * of_box
         # A block writes all parts that it has, and the second pass reads all of them.
         slots = share.slots / device.multiprocessors
         written, read = max(rounds * share.parts_of_block, slots), slots
-        return clocks + 4 * tile.values * (written / WRITTEN_BYTES_A_CLOCK + read / READ_BYTES_A_CLOCK)
+        return clocks + 4 * tile.values * (written / self.rates.written_bytes + read / self.rates.read_bytes)
 
     def turning_clocks(self) -> float:
         """Estimate a position's clocks of what is turned before: it is read and written."""
         s = self.shape
-        channels = s.x_turned * round_up(s.groups * s.c_in, 8)
+        channels = (s.x_turned or (1 + s.parts) / 2 * (s.parts > 0)) * round_up(s.groups * s.c_in, 8)
         channels += s.y_turned * round_up(s.groups * s.c_out, 8) * prod(s.stride)
-        return 2 * ITEMSIZE * channels / TURNED_BYTES_A_CLOCK
+        return 2 * s.itemsize * channels / self.rates.turned_bytes
+
+    def compared(self) -> float:
+        """Return the cost that is compared with other kernels', relative to the estimated time."""
+        s = self.shape
+        if s.parts:
+            return COMPARED_OF_FLOAT32[s.y_turned][s.parts - 1]
+        return COMPARED_OF_TURNED if s.x_turned or s.y_turned else COMPARED
 
     def memory_clocks(self) -> float:
         """Estimate the clocks of a position that reading both arrays once takes."""
         s = self.shape
         read = (min(stride, kernel) for stride, kernel in zip(s.stride, s.kernel, strict=True))
-        return ITEMSIZE * s.groups * (s.c_in + s.c_out * prod(read)) / MEMORY_BYTES_A_CLOCK
+        return s.itemsize * s.groups * (s.c_in * max(s.parts, 1) + s.c_out * prod(read)) / self.rates.memory_bytes
 
     @of_tile
     def step_clocks(self, tile: Tile) -> tuple[float, float]:
         """Estimate the clocks of all workers for two runs: tensor cores, shared memory."""
-        units = tile.workers * tile.units
+        s, units = self.shape, tile.workers * tile.units
+        if s.parts:  # whose products are of one run
+            has_room = tile.registers - s.parts * tile.sums >= MANY_REGISTERS
+            follow = NEXT_CLOCKS[s.parts - 1][has_room and (tile.units % 2 == 0 or tile.units % 3 == 0)]
+            tensor = units * (PRODUCT_CLOCKS[s.parts - 1] + s.products * COLUMNS_CLOCKS * tile.tiles_n)
+            shared = SHARED_CLOCKS * units * (OF_LOADS + s.products * 2 * tile.tiles_n)
+            return 2 * _norm(tensor, tile.units * follow / tile.min_blocks), 2 * shared
         lone = LONE_CLOCKS if tile.workers * tile.min_blocks == 1 else 0
         return units * max(4 * tile.tiles_n, LEAST_CLOCKS) + lone, units * (OF_ROWS + 2 * tile.tiles_n)
 
@@ -606,8 +749,12 @@ class Work(WorkOnBoxes[Tile]):
         s, rates = self.shape, []
         for groups, channels in zip(tile.groups, (s.c_in, s.c_out), strict=True):
             # Channels of other groups are fetched, too.
-            fetched = min(groups * CHANNELS, round_up(channels, 8)) if s.groups == 1 else groups * CHANNELS
-            rates.append(groups * ROW_CLOCKS + ITEMSIZE * fetched / L2_BYTES_A_CLOCK)
+            all_bytes = groups * ROW_BYTES
+            fetched = min(all_bytes, s.itemsize * round_up(channels, 8)) if s.groups == 1 else all_bytes
+            rates.append(groups * self.rates.row_clocks + fetched / self.rates.l2_bytes)
+        if s.parts:
+            rows = self.prepared_bytes_of_box(tile, 1) / ROW_BYTES
+            rates[0] = rows * (self.rates.row_clocks + ROW_BYTES / self.rates.l2_bytes)
         return tuple(rates)
 
     def typical_cost(self, tile: Tile, device: Device) -> float | None:
@@ -624,12 +771,12 @@ class Work(WorkOnBoxes[Tile]):
     def ideal_cost(self, tile: Tile, device: Device) -> float:
         """Return a closer bound: with as few boxes, positions and elements of y as any boxes have."""
         launches, tiles = TYPICAL[self.shape.rank], self.tiles_of_weights(tile)
-        sums = 4 * tile.values * tiles * (1 / WRITTEN_BYTES_A_CLOCK + 1 / READ_BYTES_A_CLOCK)
+        sums = 4 * tile.values * tiles * (1 / self.rates.written_bytes + 1 / self.rates.read_bytes)
         logarithms = 0.0
         for n, *extents in launches:
             copied = self.copied_boxes(tile, tuple(extents))
             clocks = self.clocks_of(tile, copied.positions, copied.of_y, MAX_STAGES)
-            clocks += copied.fewest * BOX_CLOCKS / tile.min_blocks
+            clocks += copied.fewest * self.rates.box_clocks / tile.min_blocks
             of_all = (n * tiles * clocks + sums) / device.multiprocessors
             logarithms += log(self.position_clocks(of_all, n * prod(extents), device))
         return exp(logarithms / len(launches))
@@ -637,18 +784,24 @@ class Work(WorkOnBoxes[Tile]):
     def position_clocks(self, clocks: float, positions: int, device: Device) -> float:
         """Estimate the clocks of a position of a launch, which reads both arrays at least once."""
         bounds = clocks * device.multiprocessors / positions, self.memory_clocks()
-        return max(bounds) + OVERLAP * min(bounds)
+        return max(bounds) + self.rates.overlap * min(bounds)
 
     def clocks(self, tile: Tile, box: Ints, stages: int = MAX_STAGES) -> float:
         """Estimate a multiprocessor's clocks for one box, of which so many are staged."""
-        return self.clocks_of(tile, prod(box), prod(self.y_box(tile, box)), stages) + BOX_CLOCKS / tile.min_blocks
+        return (
+            self.clocks_of(tile, prod(box), prod(self.y_box(tile, box)), stages)
+            + self.rates.box_clocks / tile.min_blocks
+        )
 
     def clocks_of(self, tile: Tile, positions: int, of_y: int, stages: int) -> float:
         """Estimate the clocks of so many positions, whose taps reach so many of y."""
         tensor, shared = (positions / 16 * clocks for clocks in self.step_clocks(tile))
-        of_x_groups, of_y_groups = tile.groups
-        shared += of_x_groups * positions + of_y_groups * of_y  # rows of as many bytes as it takes in a clock
-        fetch = self._fetch_clocks(tile, positions, of_y) * (1 + FEW_STAGES / (stages * tile.min_blocks - 1))
+        of_x, of_y_groups = tile.groups
+        fetch = self._fetch_clocks(tile, positions, of_y) * (1 + self.rates.few_stages / (stages * tile.min_blocks - 1))
+        if self.shape.parts:
+            rows = self.prepared_bytes_of_box(tile, 1) / ROW_BYTES * positions + of_y_groups * of_y
+            return _norm(tensor, shared + SHARED_CLOCKS * rows, fetch)
+        shared += of_x * positions + of_y_groups * of_y  # rows of as many bytes as it takes in a clock
         return max(tensor, shared, fetch)
 
 
@@ -665,23 +818,25 @@ def tiles(work: Work) -> Iterator[Tile]:
     if max(s.stride) > MAX_STEP:
         return
     axes = [_taps_of(*axis) for axis in zip(s.kernel, s.stride, s.dilation, MAX_TAPS, strict=True)]
-    for rows_of_x in (0, 1):
+    of_tap, of_rows = ROWS[s.itemsize], MAX_ROWS[s.itemsize]
+    for rows_of_x in (0, 1) if not s.parts else (0,):
         rows, columns = (s.c_in, s.c_out) if rows_of_x else (s.c_out, s.c_in)
-        for tiles_m, tiles_n in itertools.product(shares(-(-rows // 64), MAX_TILES_M), _columns(columns)):
+        for tiles_m, tiles_n in itertools.product(shares(-(-rows // of_tap), of_rows // of_tap), _columns(columns)):
             for chosen in itertools.product(*axes):
                 taps, apart = zip(*chosen, strict=True)
                 for workers, blocks in KINDS:
-                    tile = Tile(workers, rows_of_x, tiles_m, tiles_n, taps, apart, blocks, s.fold)
-                    if is_possible(tile):
+                    tile = Tile(workers, rows_of_x, tiles_m, tiles_n, taps, apart, blocks, s.fold, of_tap)
+                    if is_possible(tile, s.parts):
                         yield tile
 
 
-def is_possible(tile: Tile) -> bool:
+def is_possible(tile: Tile, parts: int = 0) -> bool:
     """Whether a tile's workers have registers for its sums, and few of them nothing to do."""
+    of_use = prod(tile.taps) * tile.tiles_m * tile.rows
     return (
-        tile.workers * tile.units <= MAX_IDLE * prod(tile.taps) * tile.tiles_m
+        (tile.workers * tile.units == 1 or 64 * tile.workers * tile.units <= MAX_IDLE[tile.rows] * of_use)
         and tile.units <= MAX_UNITS
-        and tile.sums + OTHER_REGISTERS <= tile.registers
+        and max(parts, 1) * tile.sums + OTHER_REGISTERS[parts] <= tile.registers
         and 4 * tile.tiles_n + BESIDE_SUMS <= tile.at_start
     )
 
@@ -696,6 +851,12 @@ def _taps_of(kernel: int, stride: int, dilation: int, most: int) -> list[tuple[i
     """Return the taps of a tile along an axis, and how far they are apart, as they read elements with one remainder."""
     step = stride // gcd(stride, dilation)
     return [(share, step) for share in shares(-(-kernel // step), most)]
+
+
+def _norm(*clocks: float) -> float:
+    """Return what bounds take together: little more than the largest one, unless they are alike."""
+    norm: float = sum(one**NORM for one in clocks) ** (1 / NORM)
+    return norm
 
 
 def _triple(numbers: Iterable[int]) -> tuple[int, int, int]:

@@ -8,7 +8,8 @@ Ints = tuple[int, ...]
 
 CHANNELS = 64  # of a box of 16-bit elements, in rows of 128 bytes
 ITEMSIZE = 2
-ITEMSIZES = {"float16": 2, "bfloat16": 2, "tf32": 4}  # tf32: float32, which copies round
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "tf32": 4}  # tf32: float32, which copies round
+PLAIN_ROW = 128  # elements of float32 in rows that are not swizzled
 MAX_BOX = 256  # elements along an axis, those between included
 MAX_STEP = 8
 MAX_STRIDE = 2**40  # bytes
@@ -32,7 +33,7 @@ class TensorMap:
     steps : tuple of 3 int
         How far these are apart.
     channels : int
-        Of a box, whose 32, 64 or 128 bytes are a row that is swizzled.
+        Of a box, whose 32, 64 or 128 bytes are a row that is swizzled, or whose 512 bytes are one that is not.
     """
 
     dtype: str

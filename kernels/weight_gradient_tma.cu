@@ -1,4 +1,5 @@
-// Weight gradient of wide layers on Hopper (sm_90a): float16 and bfloat16, boxes brought by bulk tensor copies.
+// Weight gradient of wide layers on Hopper (sm_90a): float16, bfloat16 and float32 (as TF32 or 3xTF32), boxes brought by bulk
+// tensor copies.
 //
 //     out[ci, co, k] = sum over n, i of  x[n, ci, i] * y[n, co, i*stride + k*dilation - pad]
 // A matrix product with M and N = channels of x and y, in either order, and K = positions i of the whole batch; every tap has
@@ -10,14 +11,18 @@
 // eight positions one after the other and the next eight anywhere, and an operand may start at any row: a tap is an offset into
 // the staged y.
 //
+// It does not of float32. There y, in rows of 32 channels, is A and comes to registers, sixteen rows of M to a tap; and x is B, which
+// a kernel before has prepared, box by box, in the order of shared memory.
+//
 // With FOLD, where kernel and stride are equal along W, the taps along W are channels of y: in memory, these follow each other.
 //
-// One thread issues copies, workers multiply. Arrays that copies cannot read are turned before, by a kernel of its own.
+// One thread issues copies, workers multiply. Arrays that copies cannot read are turned before, by a kernel of its own. Where
+// they are too many, a launch takes some images of the batch, and the next one adds to its sums.
 //
 // Compile-time: kernel, stride, dilation, dtype, tile. Run-time: N, extents, the box, padding, channels, how many boxes are
 // staged (plane) and how many a block takes (blocks). Where arrays are is the maps' business.
 #ifndef DTYPE
-#define DTYPE 0
+#define DTYPE FLOAT16
 #endif
 #include "partial_sums.cuh"
 #include "pieces.cuh"
@@ -43,7 +48,7 @@
 #ifndef ROWS_OF_X  // whether the rows of M are channels of x, and the columns those of y
 #define ROWS_OF_X 0
 #endif
-#ifndef TILES_M  // times 64 channels
+#ifndef TILES_M  // times 64 channels, or 16 of float32
 #define TILES_M 1
 #endif
 #ifndef TILES_N  // times 8 channels of the other array
@@ -69,12 +74,16 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 1
 #endif
+#ifndef MAX_PRODUCTS  // that a tensor core adds up, one after the other
+#define MAX_PRODUCTS 4096
+#endif
 #ifndef WORKER_REGISTERS  // of a thread, after the warpgroup that copies gave up what it does not need
 #define WORKER_REGISTERS 240
 #define COPIER_REGISTERS 24
 #endif
 
-static_assert(sizeof(Stored) == 2, "rows of 64 channels");
+constexpr bool IN_REGISTERS = DTYPE == FLOAT32;  // A
+static_assert(!(IN_REGISTERS && ROWS_OF_X), "A is y");
 
 // How far taps of a tile are apart in y, in elements that its copies bring.
 __host__ __device__ constexpr int hop(int taps, int stride, int dilation, int apart) {
@@ -101,12 +110,13 @@ typedef Cut<KERNEL_W, TAPS_W, APART_W> CutW;
 constexpr int TILES_OF_TAPS = CutD::COUNT * CutH::COUNT * CutW::COUNT;
 
 constexpr int WORKER_THREADS = 128 * WORKERS, THREADS = WORKER_THREADS + 128;
-constexpr int ROWS = 64 * TILES_M, CHANNELS_N = 8 * TILES_N;
+constexpr int TILE_ROWS = IN_REGISTERS ? 16 : 64, SIXTEENS = TILE_ROWS / 16;  // rows of M that have a tap
+constexpr int ROWS = TILE_ROWS * TILES_M, CHANNELS_N = 8 * TILES_N;
 constexpr int CHANNELS_IN = ROWS_OF_X ? ROWS : CHANNELS_N, CHANNELS_OUT = ROWS_OF_X ? CHANNELS_N : ROWS;
-constexpr int GROUP = 64, ROW_BYTES = 128;  // channels of a staged row, and its bytes
+constexpr int ROW_BYTES = 128, GROUP = ROW_BYTES / (int)sizeof(Stored);  // of a staged row: its bytes, and channels
 constexpr int GROUPS_X = ceil_div(CHANNELS_IN, GROUP), GROUPS_Y = ceil_div(CHANNELS_OUT, GROUP);
 constexpr int TAPS = TAPS_D * TAPS_H * TAPS_W;
-constexpr int UNITS = ceil_div(TAPS * TILES_M, WORKERS);  // of a worker: 64 rows and a tap
+constexpr int UNITS = ceil_div(TAPS * TILES_M * SIXTEENS, 4 * WORKERS);  // of a worker: 64 rows
 constexpr int SUMS_OF_UNIT = CHANNELS_N / 2;                 // of a thread
 constexpr int SUMS = UNITS * SUMS_OF_UNIT;
 constexpr int VALUES = SUMS * WORKER_THREADS;  // of a block
@@ -146,7 +156,7 @@ __device__ __forceinline__ long long place_of(Weight weight, const Ahead& ahead,
     return weight.offset(p);
 }
 
-// A unit's 64 rows, and its tap.
+// Which rows of the tile, as many as have one tap, and the tap: of a unit, or of 16 of its rows.
 __device__ __forceinline__ int tile_of_unit(int unit) { return unit / TAPS; }
 __device__ __forceinline__ int tap_of_unit(int unit) { return unit % TAPS; }
 
@@ -204,32 +214,38 @@ struct Part {
 
 // ---- the box ---------------------------------------------------------------------------------------------------------
 
-// A box of positions in shared memory, in rows; 64 channels after the other.
+// A box of positions in shared memory, in rows of which a group of channels follows the other; x of float32 as it is prepared.
 struct Box {
     int d, h, w;        // extents, along W eights
     int y_d, y_h, y_w;  // what the taps reach
-    int x_bytes, y_bytes;  // of 64 channels; those of y are aligned
+    int x_bytes, y_bytes;  // of a group of channels, or of a part of x; those of y are aligned
 
     __device__ __forceinline__ explicit Box(const Problem& p)
         : d((int)p.box[0]), h((int)p.box[1]), w((int)p.box[2]), y_d(d + (TAPS_D - 1) * HOP_D), y_h(h + (TAPS_H - 1) * HOP_H),
-          y_w(w + (TAPS_W - 1) * HOP_W), x_bytes(d * h * w * ROW_BYTES),
+          y_w(w + (TAPS_W - 1) * HOP_W), x_bytes(d * h * w * (IN_REGISTERS ? CHANNELS_IN * 4 : ROW_BYTES)),
           y_bytes((y_d * y_h * y_w * ROW_BYTES + ALIGNMENT - 1) & -ALIGNMENT) {}
 
-    __device__ __forceinline__ int stage() const { return GROUPS_X * x_bytes + GROUPS_Y * y_bytes; }
-    __device__ __forceinline__ int copied() const { return GROUPS_X * x_bytes + GROUPS_Y * y_d * y_h * y_w * ROW_BYTES; }
+    __device__ __forceinline__ int x_copied() const { return (IN_REGISTERS ? PARTS : GROUPS_X) * x_bytes; }
+    // Stages are aligned: of float32, x comes in 512 bytes.
+    __device__ __forceinline__ int stage() const {
+        return (IN_REGISTERS ? (x_copied() + ALIGNMENT - 1) & -ALIGNMENT : x_copied()) + GROUPS_Y * y_bytes;
+    }
+    __device__ __forceinline__ int copied() const { return x_copied() + GROUPS_Y * y_d * y_h * y_w * ROW_BYTES; }
 };
 
 // The steps over a box, of two runs of eight positions each: along W where a row has an even number of them, else along H or D.
+// Those of float32 are single runs.
 struct Steps {
     int count, w, h;                  // all; of a row, and rows of a plane
     int x_w, x_row, x_plane, x_pair;  // from one to the next, beyond that at the end of a row and of a plane; from run to run
     int y_w, y_row, y_plane, y_pair;
 
     __device__ __forceinline__ explicit Steps(const Box& box)
-        : count(box.d * box.h * box.w / 16), w(box.w / 8), h(box.h), x_w(8), x_pair(8), y_w(8), y_pair(8) {
+        : count(box.d * box.h * box.w / (IN_REGISTERS ? 8 : 16)), w(box.w / 8), h(box.h), x_w(8), x_pair(8), y_w(8), y_pair(8) {
         int x_h = box.w, y_h = box.y_w;  // from row to row, and from plane to plane
         int x_d = box.h * x_h, y_d = box.y_h * y_h;
-        if (w % 2 == 0) {
+        if (IN_REGISTERS) {
+        } else if (w % 2 == 0) {
             w /= 2, x_w = y_w = 16;
         } else if (h % 2 == 0) {
             h /= 2, x_pair = x_h, y_pair = y_h, x_h *= 2, y_h *= 2;
@@ -281,9 +297,51 @@ struct Accumulators {
     float value[UNITS][SUMS_OF_UNIT];
 };
 
+// A tensor core cuts off what it adds up, with each product a little. For sums as accurate as float32, those of a box are added to
+// others in registers.
+constexpr bool BOX_BY_BOX = IN_REGISTERS && PRECISION == TF32X3;
+
 // Of a thread, those of two rows that are eight apart and of two columns side by side.
 typedef Pack<float, 4> Four;
 
+#if DTYPE == FLOAT32
+// A lane's numbers of a product: rows g and g + 8 at two positions, of each as its parts.
+struct Fragment {
+    unsigned part[PARTS][4];
+};
+// How many a lane has, in turns, of the two steps that are unrolled; and how many are loaded before their products.
+constexpr bool HAS_ROOM = WORKER_REGISTERS - PARTS * SUMS >= 56;
+constexpr int FRAGMENTS = HAS_ROOM && UNITS % 2 == 0 ? 4 : HAS_ROOM && UNITS % 3 == 0 ? 3 : 2, AHEAD = FRAGMENTS > 2 ? 2 : 1;
+static_assert(2 * UNITS % FRAGMENTS == 0 && AHEAD <= UNITS, "each product has one of its own");
+
+// Reads them from y, where the first of the positions is `place` bytes behind the first row, in which its piece is that of the
+// channel. Lanes of a warp have every second position, so that these lie in different banks; prepared x has the same order.
+__device__ __forceinline__ void load(Fragment& a, SharedWords staged, int place) {
+    unsigned words[4][1];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int at = place + i / 2 * ROW_BYTES;
+        load_words<0>(words[i], staged + ((at ^ (at >> 3 & 0x70)) ^ i % 2 * 32));  // eight channels further: two pieces
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (PRECISION == TF32X3) {
+            split(__uint_as_float(words[i][0]), a.part[0][i], a.part[PARTS - 1][i]);
+        } else {
+            a.part[0][i] = words[i][0];
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_add(float (&sum)[SUMS_OF_UNIT], const Fragment& a, Operand b, int low,
+                                             bool accumulate) {
+    if (PRECISION == TF32X3) {
+        wgmma_tf32_of_registers<CHANNELS_N>(sum, a.part[PARTS - 1], b, accumulate);
+        wgmma_tf32_of_registers<CHANNELS_N>(sum, a.part[0], b + low, true);
+    }
+    wgmma_tf32_of_registers<CHANNELS_N>(sum, a.part[0], b, accumulate || PRECISION == TF32X3);
+}
+#else
 __device__ __forceinline__ void multiply_add_transposed(float (&sum)[SUMS_OF_UNIT], Operand a, Operand b) {
 #if DTYPE == FLOAT16
     wgmma_f16_transposed<CHANNELS_N>(sum, a, b, true);
@@ -291,6 +349,7 @@ __device__ __forceinline__ void multiply_add_transposed(float (&sum)[SUMS_OF_UNI
     wgmma_bf16_transposed<CHANNELS_N>(sum, a, b, true);
 #endif
 }
+#endif
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
@@ -301,6 +360,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Box box(p);
     Ring ring(reinterpret_cast<Barrier*>(shared_bytes), (int)p.plane);
     unsigned char* const stages = shared_bytes + ALIGNMENT;
+    // Where x and y are in a stage: y has to be aligned.
+    const int in_x = IN_REGISTERS ? GROUPS_Y * box.y_bytes : 0, in_y = IN_REGISTERS ? 0 : GROUPS_X * box.x_bytes;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < ring.stages; ++i) {
@@ -321,6 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const int x_channel = (int)(first.group * p.c_in) + first.ci, y_channel = (int)(first.group * p.c_out) + first.co;
             const int y_w = first.w * DILATION_W - (int)p.pad[2], y_h = first.h * DILATION_H - (int)p.pad[1];
             const int y_d = first.d * DILATION_D - (int)p.pad[0];
+            const int x_tile = (int)first.group * tiles_of(p.c_in, CHANNELS_IN) + first.ci / CHANNELS_IN;  // of prepared x
 #pragma unroll 1
             for (unsigned index = part.first; index < part.first + part.count; ++index) {
                 unsigned n = index;
@@ -329,13 +391,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 Barrier* const full = ring.full + ring.place;
                 ring.wait_until_free();
                 barrier_arrive_expecting(full, (unsigned)box.copied());
+                if (IN_REGISTERS) {
+                    copy_box(to + in_x, &x, 0, 0, 0, (int)index, x_tile, full);
+                } else {
 #pragma unroll
-                for (int i = 0; i < GROUPS_X; ++i)
-                    copy_box(to + i * box.x_bytes, &x, x_channel + i * GROUP, w, h, d, (int)n, full);
+                    for (int i = 0; i < GROUPS_X; ++i)
+                        copy_box(to + in_x + i * box.x_bytes, &x, x_channel + i * GROUP, w, h, d, (int)n, full);
+                }
 #pragma unroll
                 for (int i = 0; i < GROUPS_Y; ++i)
-                    copy_box(to + GROUPS_X * box.x_bytes + i * box.y_bytes, &y, y_channel + i * GROUP, w * STRIDE_W + y_w,
-                             h * STRIDE_H + y_h, d * STRIDE_D + y_d, (int)n, full);
+                    copy_box(to + in_y + i * box.y_bytes, &y, y_channel + i * GROUP, w * STRIDE_W + y_w, h * STRIDE_H + y_h,
+                             d * STRIDE_D + y_d, (int)n, full);
                 ring.next();
             }
         }
@@ -345,6 +411,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     take_registers<WORKER_REGISTERS>();
     const int first_unit = (int)threadIdx.x / 128 * UNITS;
     const Steps steps(box);
+#if DTYPE == FLOAT32
+    int in_y_of[UNITS];  // where a lane's first number of a unit is
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) {
+        const int sixteen = (first_unit + i) * 4 + (int)threadIdx.x / 32 % 4, lane = (int)threadIdx.x % 32;
+        const int tile_m = tile_of_unit(sixteen), piece = tile_m % 2 * 4 + lane / 16, row = 2 * (lane % 4);
+        const int place = (place_of_tap(tap_of_unit(sixteen), box) + row) * ROW_BYTES + tile_m / 2 * box.y_bytes;
+        in_y_of[i] = tile_m < TILES_M ? place + piece * 16 + lane / 4 % 4 * 4 : 0;
+    }
+    const int low = box.x_bytes / 16;  // pieces from the high parts of x to the low ones
+#else
     int in_a[UNITS], in_b[UNITS];  // where a unit's operands start, in pieces
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) {
@@ -354,18 +431,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         in_a[i] = ROWS_OF_X && TILES_M == 1 ? 0 : (int)of_warp((unsigned)(rows + (ROWS_OF_X ? 0 : tap)));
         in_b[i] = ROWS_OF_X ? (int)of_warp((unsigned)tap) : 0;
     }
-    Accumulators acc;
+#endif
+    // So many boxes of a part are added up in registers, then in memory.
+    const unsigned unwritten = BOX_BY_BOX ? 0xffffffff : (unsigned)max(MAX_PRODUCTS / steps.count, 1);
+    bool goes_on = false;
+    Accumulators acc, other_sums;
+    Accumulators& of_boxes = BOX_BY_BOX ? other_sums : acc;
+#if DTYPE == FLOAT32
+    Fragment a[FRAGMENTS];
+#endif
 #pragma unroll 1
-    for (Part part(shares, blockIdx.x); part.exists(); part.advance(shares)) {
+    for (Part part(shares, blockIdx.x); part.exists();) {
+        const unsigned boxes = min(part.count, unwritten);
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) acc.value[i / SUMS_OF_UNIT][i % SUMS_OF_UNIT] = 0;
+        for (int i = 0; i < SUMS; ++i) of_boxes.value[i / SUMS_OF_UNIT][i % SUMS_OF_UNIT] = 0;
         int used = -1;  // the stage whose last products are under way
 #pragma unroll 1
-        for (unsigned index = 0; index < part.count; ++index) {
+        for (unsigned index = 0; index < boxes; ++index) {
             ring.wait_until_full();
             const unsigned char* const staged = stages + ring.place * box.stage();
-            const Operand of_x = describe_swizzled(staged, (unsigned)(ROW_BYTES * steps.x_pair), (unsigned)box.x_bytes);
-            const Operand of_y = describe_swizzled(staged + GROUPS_X * box.x_bytes, (unsigned)(ROW_BYTES * steps.y_pair),
+#if DTYPE == FLOAT32
+            // Numbers are loaded while products before are under way, whose own ones stay until they are complete.
+            const SharedWords staged_y = words_at(staged);
+            Operand staged_x = of_warp(describe(staged + in_x, CHANNELS_IN * 16, 128));
+            At at;
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) load(a[i], staged_y, in_y_of[i]);
+#pragma unroll 1
+            for (int step = 0; step < steps.count; step += 2) {
+#pragma unroll
+                for (int i = 0; i < 2 * UNITS; ++i) {
+                    wgmma_fence();
+                    multiply_add(acc.value[i % UNITS], a[i % FRAGMENTS], staged_x + i / UNITS * 2 * CHANNELS_IN, low,
+                                 !BOX_BY_BOX || step > 0 || i >= UNITS);
+                    wgmma_commit();
+                    wgmma_wait<FRAGMENTS - AHEAD>();
+                    if (i + 1 == FRAGMENTS - AHEAD && used >= 0) {
+                        __syncwarp();  // all lanes have read their y
+                        if (threadIdx.x % 32 == 0) barrier_arrive(ring.free + used);
+                        used = -1;
+                    }
+                    const int next = i + AHEAD;
+                    if (next % UNITS == 0) at.advance(steps);
+                    if (next < 2 * UNITS || step + 2 < steps.count)
+                        load(a[next % FRAGMENTS], staged_y, at.y * ROW_BYTES + in_y_of[next % UNITS]);
+                }
+                staged_x = staged_x + 4 * CHANNELS_IN;
+            }
+            if (BOX_BY_BOX) {
+                wgmma_wait<0>();
+#pragma unroll
+                for (int i = 0; i < SUMS; ++i)
+                    of_boxes.value[i / SUMS_OF_UNIT][i % SUMS_OF_UNIT] += acc.value[i / SUMS_OF_UNIT][i % SUMS_OF_UNIT];
+            }
+#else
+            const Operand of_x = describe_swizzled(staged + in_x, (unsigned)(ROW_BYTES * steps.x_pair), (unsigned)box.x_bytes);
+            const Operand of_y = describe_swizzled(staged + in_y, (unsigned)(ROW_BYTES * steps.y_pair),
                                                    (unsigned)box.y_bytes);
             const Operand of_a = of_warp(ROWS_OF_X ? of_x : of_y), of_b = of_warp(ROWS_OF_X ? of_y : of_x);
             At at;
@@ -384,18 +505,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     used = -1;
                 }
             }
+#endif
             used = ring.place;
             ring.next();
         }
         wgmma_wait<0>();
+        if (IN_REGISTERS) __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(ring.free + used);
 
         Four* const to = reinterpret_cast<Four*>(parts) + part.slot * (VALUES / 4) + threadIdx.x;
+        if (p.patches[0] || goes_on) {
+#pragma unroll
+            for (int i = 0; i < SUMS / 4; ++i) {
+                const Four of_others = to[i * WORKER_THREADS];
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+                    of_boxes.value[4 * i / SUMS_OF_UNIT][4 * i % SUMS_OF_UNIT + k] += of_others.value[k];
+            }
+        }
 #pragma unroll
         for (int i = 0; i < SUMS / 4; ++i) {
-            const float* const four = &acc.value[4 * i / SUMS_OF_UNIT][4 * i % SUMS_OF_UNIT];
+            const float* const four = &of_boxes.value[4 * i / SUMS_OF_UNIT][4 * i % SUMS_OF_UNIT];
             to[i * WORKER_THREADS] = {{four[0], four[1], four[2], four[3]}};
         }
+        part.count -= boxes;
+        goes_on = part.count > 0;
+        if (!goes_on) part.advance(shares);
     }
 }
 
@@ -405,7 +540,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 // the parts.
 
 constexpr int MAX_BYTES_OF_SUMS = 40 * 1024, WARPS = SUM_THREADS / 32;
-constexpr int ALL_TAPS = KERNEL_D * KERNEL_H * KERNEL_W, PATCHES = TILES_M * 4 * TILES_N;  // of a tile
+constexpr int ALL_TAPS = KERNEL_D * KERNEL_H * KERNEL_W, PATCHES = TILES_M * SIXTEENS * TILES_N;  // of a tile
 constexpr int OF_X = ROWS_OF_X ? 16 : 8, OF_Y = 128 / OF_X;                               // channels of a patch
 // Weights in shared memory: channels of y are an odd number of words apart, and neighbours in a warp lie in different banks.
 constexpr int NEXT_Y = ALL_TAPS | 1, NEXT_X = OF_Y * NEXT_Y + 4, RUN = OF_Y * ALL_TAPS;
@@ -418,15 +553,15 @@ __device__ __forceinline__ void add(Four& sum, const Four& more) {
 
 struct Patch {
     unsigned tile;  // the first one of all taps
-    int eight, quarter, tile_m;
+    int eight, sixteen, tile_m;  // its columns, and its rows: of those that have one tap
 
     __device__ __forceinline__ explicit Patch(unsigned number)
-        : tile(number / PATCHES * (unsigned)TILES_OF_TAPS), eight((int)(number % TILES_N)), quarter((int)(number / TILES_N % 4)),
-          tile_m((int)(number / (4 * TILES_N) % TILES_M)) {}
+        : tile(number / PATCHES * (unsigned)TILES_OF_TAPS), eight((int)(number % TILES_N)),
+          sixteen((int)(number / TILES_N % SIXTEENS)), tile_m((int)(number / (SIXTEENS * TILES_N) % TILES_M)) {}
 
     __device__ __forceinline__ Weight first(const Problem& p) const {
         Weight weight = first_weight(tile, p);
-        const int rows = tile_m * 64 + quarter * 16;
+        const int rows = tile_m * TILE_ROWS + sixteen * 16;
         weight.ci += ROWS_OF_X ? rows : eight * 8;
         weight.co += ROWS_OF_X ? eight * 8 : rows;
         return weight;
@@ -442,8 +577,8 @@ __device__ __forceinline__ Sums sums_of(const Patch& patch, int tap, const Share
     const int w = tap % KERNEL_W, h = tap / KERNEL_W % KERNEL_H, d = tap / (KERNEL_W * KERNEL_H);
     const unsigned tile = patch.tile + (unsigned)((CutD::tile_of(d) * CutH::COUNT + CutH::tile_of(h)) * CutW::COUNT + CutW::tile_of(w));
     const int of_tile = (CutD::place_of(d) * TAPS_H + CutH::place_of(h)) * TAPS_W + CutW::place_of(w);
-    const int unit = patch.tile_m * TAPS + of_tile;
-    const int own = (unit % UNITS * TILES_N + patch.eight) * WORKER_THREADS + unit / UNITS * 128 + patch.quarter * 32;
+    const int sixteen = (patch.tile_m * TAPS + of_tile) * SIXTEENS + patch.sixteen, unit = sixteen / 4;
+    const int own = (unit % UNITS * TILES_N + patch.eight) * WORKER_THREADS + unit / UNITS * 128 + sixteen % 4 * 32;
     return {tile * (VALUES / 4) + own, shares.first_of_rest(tile) * (VALUES / 4) + own, (int)(shares.parts(tile) - shares.whole)};
 }
 
@@ -505,15 +640,15 @@ __device__ __forceinline__ void add_in_order(const Four* parts, Stored* out, con
     const bool follow = p.weight_stride[4] == 1 && p.weight_stride[3] == KERNEL_W && p.weight_stride[2] == KERNEL_H * KERNEL_W &&
                         p.weight_stride[1] == ALL_TAPS && FOLD == 1;
     Stored* const to = out + mine.offset(p);
-    // Two at a time, where they are a word.
-    if (follow && left_out * ALL_TAPS % 2 == 0 && p.weight_stride[0] % 2 == 0 && (size_t)to % 4 == 0) {
+    // Two at a time, where they are stored at once.
+    if (follow && left_out * ALL_TAPS % 2 == 0 && p.weight_stride[0] % 2 == 0 && (size_t)to % (2 * sizeof(Stored)) == 0) {
 #pragma unroll 2
         for (int at = 2 * (int)threadIdx.x; at < left_in * RUN; at += 2 * SUM_THREADS) {
             const int ci = at / RUN, place = at % RUN, co = place / ALL_TAPS, next_co = (place + 1) / ALL_TAPS;
             if (co >= left_out) continue;
             const float* const from = sums + ci * NEXT_X + place;
-            const unsigned word[1] = {narrow_two<Stored>(from[co * (NEXT_Y - ALL_TAPS)], from[next_co * (NEXT_Y - ALL_TAPS) + 1])};
-            store_words(to + ci * p.weight_stride[0] + place, word);
+            const Pack<float, 2> two = {{from[co * (NEXT_Y - ALL_TAPS)], from[next_co * (NEXT_Y - ALL_TAPS) + 1]}};
+            store_vector(two, to + ci * p.weight_stride[0] + place);
         }
         return;
     }
@@ -564,14 +699,19 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS)
 }
 
 // ---- the kernel that turns arrays ------------------------------------------------------------------------------------
-// Arrays that copies cannot read become channels-last, with as many channels as are a multiple of eight. A thread turns eight
-// channels: of eight positions of a row in registers, or of a single position.
+// Arrays that copies cannot read become channels-last, with as many channels as fill pieces of 16 bytes. A thread turns a piece's
+// channels: of as many positions of a row in registers, or of a single position.
+//
+// x of float32 is prepared as a wgmma takes columns of B: box by box, and in it [part][run][half of a run][channel], a piece of
+// four positions. The first half has every second position of the run's eight, from the first one on. What a box has beyond x, and
+// a tile beyond the channels, is zero.
 
 // An array, and what is read of it.
 struct Turn {
-    long long n, channels, extent[3], stride[5];  // N, channels, D, H, W
+    long long n, channels, extent[3], stride[5];  // N, channels (of a group where it is prepared), D, H, W
     long long first;                              // element
-    long long wide;                               // whether eight positions along W are 16 aligned bytes
+    long long wide;                               // whether pieces along W are aligned
+    long long groups, box[3], boxes[3];           // where it is prepared, along D, H, W
     long long blocks;                             // of the launch, 0 where it is read as it is
 };
 struct Turns {
@@ -580,51 +720,120 @@ struct Turns {
 
 constexpr int TURN_THREADS = 256;
 
+// Positions of a row, in pieces of as many channels as a piece has elements.
+__device__ __forceinline__ Piece take_position(const Piece (&rows)[PIECE], int position) {
+    unsigned words[PIECE];
+#pragma unroll
+    for (int c = 0; c < PIECE; ++c) words[c] = rows[c].value[position * 4 / PIECE];
+#if DTYPE == FLOAT32
+    return Piece{{words[0], words[1], words[2], words[3]}};
+#else
+    return take_halves(words, position % 2);
+#endif
+}
+
 __device__ __forceinline__ void turn(const Stored* from, Stored* to, const Turn& t, unsigned block) {
-    const int eights = (int)((t.channels + 7) / 8);
-    const unsigned width = (unsigned)(t.wide ? t.extent[2] / 8 : t.extent[2]);
+    const int pieces = (int)((t.channels + PIECE - 1) / PIECE);
+    const unsigned width = (unsigned)(t.wide ? t.extent[2] / PIECE : t.extent[2]);
     const unsigned places = (unsigned)(t.n * t.extent[0] * t.extent[1]) * width;
     // Of a warp, so many neighbours write channels that follow each other, and the others take the next positions.
     const int across = t.wide ? 4 : 2;
-    const unsigned i = block * (unsigned)TURN_THREADS + threadIdx.x, sets = (unsigned)((eights + across - 1) / across);
+    const unsigned i = block * (unsigned)TURN_THREADS + threadIdx.x, sets = (unsigned)((pieces + across - 1) / across);
     const unsigned down = 32 / (unsigned)across, round = i / 32;
-    const unsigned eight = round % sets * across + i % across, place = round / sets * down + i % 32 / across;
-    if (eight >= (unsigned)eights || place >= places) return;
+    const unsigned piece = round % sets * across + i % across, place = round / sets * down + i % 32 / across;
+    if (piece >= (unsigned)pieces || place >= places) return;
     unsigned rest = place;
     const unsigned w = rest % width;
     rest /= width;
     const unsigned h = rest % (unsigned)t.extent[1];
     rest /= (unsigned)t.extent[1];
     const unsigned d = rest % (unsigned)t.extent[0], n = rest / (unsigned)t.extent[0];
-    from += t.first + n * t.stride[0] + eight * 8 * t.stride[1] + d * t.stride[2] + h * t.stride[3] + w * t.stride[4] * (t.wide ? 8 : 1);
-    const int left = (int)t.channels - (int)eight * 8;
+    from += t.first + n * t.stride[0] + piece * PIECE * t.stride[1] + d * t.stride[2] + h * t.stride[3] +
+            w * t.stride[4] * (t.wide ? PIECE : 1);
+    const int left = (int)t.channels - (int)piece * PIECE;
+    Piece rows[PIECE];
     if (t.wide) {
-        Piece rows[8];
 #pragma unroll
-        for (int c = 0; c < 8; ++c)
+        for (int c = 0; c < PIECE; ++c)
             rows[c] = c < left ? *reinterpret_cast<const Piece*>(from + c * t.stride[1]) : Piece{{0, 0, 0, 0}};
         issue_in_order();
 #pragma unroll
-        for (int position = 0; position < 8; ++position) {
-            unsigned words[8];
-#pragma unroll
-            for (int c = 0; c < 8; ++c) words[c] = rows[c].value[position / 2];
-            reinterpret_cast<Piece*>(to)[(place * 8 + position) * (long long)eights + eight] = take_halves(words, position % 2);
-        }
+        for (int position = 0; position < PIECE; ++position)
+            reinterpret_cast<Piece*>(to)[(place * PIECE + position) * (long long)pieces + piece] = take_position(rows, position);
     } else {
-        unsigned words[8];
 #pragma unroll
-        for (int c = 0; c < 8; ++c) words[c] = c < left ? bits_of(from[c * t.stride[1]]) : 0;
-        reinterpret_cast<Piece*>(to)[place * (long long)eights + eight] = take_halves(words, 0);
+        for (int c = 0; c < PIECE; ++c) rows[c].value[0] = c < left ? bits_of(from[c * t.stride[1]]) : 0;
+        reinterpret_cast<Piece*>(to)[place * (long long)pieces + piece] = take_position(rows, 0);
     }
 }
+
+#if DTYPE == FLOAT32
+// A thread has a run of one channel; neighbours have the next channels.
+__device__ __forceinline__ void prepare(const Stored* from, Stored* to, const Turn& t, unsigned block) {
+    const unsigned runs_w = (unsigned)t.box[2] / 8, runs = (unsigned)(t.box[0] * t.box[1]) * runs_w;
+    unsigned rest = block * (unsigned)TURN_THREADS + threadIdx.x;
+    const int c = (int)(rest % CHANNELS_IN);
+    rest /= CHANNELS_IN;
+    const unsigned run = rest % runs;
+    rest /= runs;
+    const unsigned boxes = (unsigned)(t.n * t.boxes[0] * t.boxes[1] * t.boxes[2]);
+    const unsigned index = rest % boxes, tile = rest / boxes, tiles = (unsigned)tiles_of(t.channels, CHANNELS_IN);
+    if (tile >= tiles * (unsigned)t.groups) return;
+    rest = index;
+    const unsigned box_w = rest % (unsigned)t.boxes[2];
+    rest /= (unsigned)t.boxes[2];
+    const unsigned box_h = rest % (unsigned)t.boxes[1];
+    rest /= (unsigned)t.boxes[1];
+    const unsigned box_d = rest % (unsigned)t.boxes[0], n = rest / (unsigned)t.boxes[0];
+    const unsigned w = box_w * (unsigned)t.box[2] + run % runs_w * 8;
+    const unsigned h = box_h * (unsigned)t.box[1] + run / runs_w % (unsigned)t.box[1];
+    const unsigned d = box_d * (unsigned)t.box[0] + run / runs_w / (unsigned)t.box[1];
+    const long long channel = tile % tiles * CHANNELS_IN + c;
+    const bool exists = channel < t.channels && h < t.extent[1] && d < t.extent[0];
+    from += t.first + n * t.stride[0] + (tile / tiles * t.channels + channel) * t.stride[1] + d * t.stride[2] + h * t.stride[3] +
+            w * t.stride[4];
+    unsigned values[8];
+    if (t.wide) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Piece four = exists && w + half * 4 < t.extent[2] ? reinterpret_cast<const Piece*>(from)[half] : Piece{{0, 0, 0, 0}};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[half * 4 + i] = four.value[i];
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] = exists && w + i < t.extent[2] ? bits_of(from[i * t.stride[4]]) : 0;
+    }
+    unsigned of_parts[PARTS][8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float value = __uint_as_float(values[i]);
+        if (PRECISION == TF32X3) {
+            split(value, of_parts[0][i], of_parts[PARTS - 1][i]);
+        } else {
+            of_parts[0][i] = to_tf32(value);
+        }
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        const long long first = (((long long)(tile * boxes + index) * PARTS + part) * runs + run) * 2 * CHANNELS_IN + c;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const unsigned(&v)[8] = of_parts[part];
+            reinterpret_cast<Piece*>(to)[first + half * CHANNELS_IN] = Piece{{v[half], v[half + 2], v[half + 4], v[half + 6]}};
+        }
+    }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(TURN_THREADS)
     weight_gradient_tma_turn(const Stored* x, const Stored* y, Stored* turned_x, Stored* turned_y, const Turns turns) {
     let_next_kernel_start();
-    if (blockIdx.x < turns.of[0].blocks) {
-        turn(x, turned_x, turns.of[0], blockIdx.x);
-    } else {
-        turn(y, turned_y, turns.of[1], blockIdx.x - (unsigned)turns.of[0].blocks);
-    }
+    const unsigned of_x = (unsigned)turns.of[0].blocks;
+    if (blockIdx.x >= of_x) return turn(y, turned_y, turns.of[1], blockIdx.x - of_x);
+#if DTYPE == FLOAT32
+    prepare(x, turned_x, turns.of[0], blockIdx.x);
+#else
+    turn(x, turned_x, turns.of[0], blockIdx.x);
+#endif
 }

@@ -15,7 +15,7 @@ import pytest
 from described import DEVICES, channels_last, contiguous, geometry_of
 from host.backend import PACK_BLOCK, plan_family
 from host.build import kernel_sources, program
-from host.execute import ABSENT, BOXES, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
+from host.execute import ABSENT, BOXES, CONTINUED, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
 from hypothesis import given, seed, settings
 from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case, problems
 
@@ -80,6 +80,9 @@ class HostGradients:
 
     def weight_gradient(self, x: Any, y: Any, geometry: Geometry, out: Any) -> None:
         plan = self._plan(geometry, x.dtype.name, Layout.of(x, out, None, y))
+        if plan.images:
+            self._by_images(plan, x, y, out)
+            return
         inputs = self._turned(plan, Argument.array("x", INPUT, x), Argument.array("y", INPUT, y))
         # Kernels that take maps of arrays find these behind all arguments.
         maps = [boxes_of(of_one, 4 + i, "xy"[i]) for i, of_one in enumerate(plan.maps)]
@@ -95,6 +98,22 @@ class HostGradients:
         arrays += [] if plan.maps else [Argument("out", ABSENT)]
         self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, behind)
         arrays = [Argument.array("parts", OF_KERNEL_BEFORE, parts), result]
+        self._launch(plan, f"{plan.kernel}_add", sum_blocks(plan, x.dtype.name), SUM_THREADS, 0, arrays)
+
+    def _by_images(self, plan: Plan, x: Any, y: Any, out: Any) -> None:
+        launches, *steps = plan.images
+        count = len(x) // launches
+        assert [array[:1].strides[0] * count for array in (x, y)] == steps
+        parts = np.empty(min(place for place in (plan.workspace_bytes, *plan.turned) if place >= 0) // 4, np.float32)
+        for i in range(launches):
+            images = (array[i * count : (i + 1) * count] for array in (x, y))
+            inputs = self._turned(plan, *(Argument.array(*of) for of in zip("xy", (INPUT, INPUT), images, strict=True)))
+            maps = [boxes_of(of_one, 4 + i, "xy"[i]) for i, of_one in enumerate(plan.maps)]
+            arrays = [*maps, written_slots(plan, Argument.array("parts", CONTINUED if i else OUTPUT, parts))]
+            problem = plan.problem_of_next if i else plan.problem
+            last = Argument("problem", VALUE, struct_of(problem).tobytes())
+            self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, inputs, last)
+        arrays = [Argument.array("parts", OF_KERNEL_BEFORE, parts), Argument.array("out", OUTPUT, out)]
         self._launch(plan, f"{plan.kernel}_add", sum_blocks(plan, x.dtype.name), SUM_THREADS, 0, arrays)
 
     def _turned(self, plan: Plan, x: Argument, y: Argument) -> list[Argument]:
@@ -174,8 +193,8 @@ def share_of(plan: Plan) -> tma.Share:
 def boxes_of(tensor_map: TensorMap, array: int, name: str) -> Argument:
     """Return what the host takes in place of a tensor map, of the array that is this one of the arguments."""
     m = tensor_map
-    elements = (*m.extents, ITEMSIZES[m.dtype], *m.strides, m.channels, *m.spans, 1, 1, *m.steps, 1)
-    return Argument(f"map of {name}", BOXES, struct.pack("21q", array, *elements))
+    elements = (*m.extents, ITEMSIZES[m.dtype], *m.strides, m.channels, *m.spans, 1, 1, *m.steps, 1, m.dtype == "tf32")
+    return Argument(f"map of {name}", BOXES, struct.pack("22q", array, *elements))
 
 
 @contextmanager
@@ -192,9 +211,11 @@ def gradients_on_host(*arguments: Any, **keywords: Any) -> Iterator[HostGradient
 
 
 @contextmanager
-def weight_gradients_on_host(kernel: str, this: Any, sources: Mapping[str, str] | None = None) -> Iterator[None]:
+def weight_gradients_on_host(
+    kernel: str, this: Any, sources: Mapping[str, str] | None = None, defines: Mapping[str, int] | None = None
+) -> Iterator[None]:
     """Run weight gradients of NumPy arrays by a case's kernel and plans within the context, whatever its tile costs."""
-    host = gradients_on_host(kernel, this.device, None, sources=sources)
+    host = gradients_on_host(kernel, this.device, None, defines, sources=sources)
     with host as backend, pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "_plan", this.plan)
         yield

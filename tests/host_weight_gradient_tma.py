@@ -21,7 +21,9 @@ RAGGED = {1: (133,), 2: (5, 19), 3: (3, 3, 9)}
 WHOLE_PIECES = {1: (64,), 2: (3, 16), 3: (2, 2, 16)}  # rows of x, and with some strides of y, that 16 bytes divide
 ONE_RUN = {1: (8,), 2: (4, 8), 3: (1, 3, 8)}
 MAX_PRODUCTS = 60  # of a step: a wgmma takes the host long
-DRAWS = range(12)
+DRAWS = range(24)
+FIRST_OF_FLOAT32 = 12
+PRECISIONS = "tf32", "tf32x3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +34,10 @@ class Case:
     dtype: str
     device: Device
     tile: tma.Tile
+    precision: str | None = None
 
     def plan(self, geometry: Geometry, dtype: str, layout: Layout) -> Plan:
-        plan = tma.plan_weight_gradient_tma(geometry, dtype, layout, None, self.device, self.tile)
+        plan = tma.plan_weight_gradient_tma(geometry, dtype, layout, self.precision, self.device, self.tile)
         assert isinstance(plan, Plan), plan
         return plan
 
@@ -81,6 +84,9 @@ def cases() -> dict[str, Case]:
     for index in DRAWS:
         choose = random.Random(index)
         rank, dtype, last = 1 + index % 3, ("float16", "bfloat16")[index % 2], SIDES[(index + index // 4) % 4]
+        precision = None
+        if index >= FIRST_OF_FLOAT32:
+            dtype, precision = "float32", PRECISIONS[index % 2]
         tile = None
         while tile is None:
             kernel = tuple(choose.randint(1, LARGEST_KERNEL[rank]) + (axis == rank - 1) for axis in range(rank))
@@ -95,10 +101,10 @@ def cases() -> dict[str, Case]:
             if not any(last) and index % 2:
                 channels = choose.choice((3, 17)), choose.choice((5, 41))
             spec = specialisation(kernel, stride, dilation, channels, last)
-            tile = draw_tile(choose, spec)
+            tile = draw_tile(choose, spec, precision)
         device = Device(90, choose.choice((1, 3, 64)), SHARED_BYTES)  # on few multiprocessors a block has several boxes
         sides = "".join("xy"[i] for i in range(2) if last[i]) or "rows"
-        found[f"{index}-{dtype}-{rank}d-{sides}"] = Case(spec, dtype, device, tile)
+        found[f"{index}-{precision or dtype}-{rank}d-{sides}"] = Case(spec, dtype, device, tile, precision)
     spec = specialisation((3, 3), (2, 1), (1, 1), (8, 24), (False, False))
     found["idle-units"] = Case(
         spec, "bfloat16", Device(90, 1, SHARED_BYTES), tma.Tile(2, 0, 1, 1, (1, 1, 3), (1, 2, 1))
@@ -115,7 +121,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def work_of(spec: Specialisation) -> tma.Work:
+def work_of(spec: Specialisation, precision: str | None) -> tma.Work:
     problem = case(
         (1, spec.c_in_per_group, *(9,) * len(spec.kernel)),
         spec.c_out_per_group,
@@ -125,13 +131,14 @@ def work_of(spec: Specialisation) -> tma.Work:
         x_layout=spec.x_layouts[0],
         out_layout=spec.out_layouts[0],
     )
-    sides = tma.Sides.of(*tma._batch_as_depth(geometry_of(problem), layout_for(problem)))
+    parts = tma.PARTS[precision] if precision else 0
+    sides = tma.Sides.of(*tma._batch_as_depth(geometry_of(problem), layout_for(problem)), parts)
     return tma.Work(tma.Shape.of(sides))
 
 
-def draw_tile(choose: random.Random, spec: Specialisation) -> tma.Tile | None:
+def draw_tile(choose: random.Random, spec: Specialisation, precision: str | None) -> tma.Tile | None:
     """Draw one of the tiles that a specialisation may use, however slow, that fits whatever the extents."""
-    work, device = work_of(spec), Device(90, 132, SHARED_BYTES)
+    work, device = work_of(spec, precision), Device(90, 132, SHARED_BYTES)
     kinds: dict[Any, list[tma.Tile]] = {}
     for tile in tma.tiles(work):
         if tile.units * tile.workers * work.tiles_of_weights(tile) <= MAX_PRODUCTS:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+from described import DEVICES, geometry_of, layout_of
 from fixed_cases import FIXED, SPECIAL
 from gpu_tools import delay, planned_by, to_gpu
 from gradients import (
@@ -367,6 +368,34 @@ def by_tma() -> Iterator[None]:
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_weight_gradients(cupy: Any, by_tma: None, name: str, dtype: str) -> None:
     check("weight", WIDE[name], dtype, cupy)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_weight_gradients_of_float32(cupy: Any, by_tma: None, name: str, precision: str) -> None:
+    check("weight", WIDE[name], "float32", cupy, precision)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_images_of_several_launches(
+    cupy: Any, by_tma: None, monkeypatch: pytest.MonkeyPatch, rank: int, dtype: str, precision: str | None, last: bool
+) -> None:
+    from cuconvt import plan_weight_gradient_tma as planner
+
+    channels = (36, 44) if last else (33, 41)  # of 16 bits, both are turned
+    layout = "channels_last" if last else "contiguous"
+    extent = {1: (4105,), 2: (33, 129), 3: (9, 17, 34)}[rank]
+    problem = case((12, channels[0], *extent), channels[1], 3, 2, 1, x_layout=layout, out_layout=layout)
+    geometry = geometry_of(problem)
+    arrays = layout_of(geometry, last)
+    whole = planner.plan_weight_gradient_tma(geometry, dtype, arrays, precision, DEVICES[90])
+    sums = min(place for place in whole.turned if place >= 0)
+    monkeypatch.setattr(planner, "MAX_WORKSPACE_BYTES", sums + (whole.workspace_bytes - sums) // 2)
+    plan = planner.plan_weight_gradient_tma(geometry, dtype, arrays, precision, DEVICES[90])
+    assert plan.images[0] > 1
+    check("weight", problem, dtype, cupy, precision)
 
 
 # Run by the kernels of transposed convolutions, but for the last, whose padding exceeds what the taps reach.

@@ -21,6 +21,7 @@ from test_host_faults import IN_USE, UNWRITTEN, VALUES, plant
 from test_plan import problem_of
 
 import cuconvt
+from cuconvt import plan_weight_gradient_tma as plan_weight_gradient_tma_module
 from cuconvt.plan import Device, Plan, Refusal
 from cuconvt.plan_weight_gradient_tma import (
     COPIER_REGISTERS,
@@ -28,6 +29,7 @@ from cuconvt.plan_weight_gradient_tma import (
     KINDS,
     MAX_REGISTERS,
     OTHER_REGISTERS,
+    TURN_FIELDS,
     Shape,
     Share,
     Sides,
@@ -59,14 +61,14 @@ def test_any_geometry(name: str) -> None:
             # Layouts that are read as others are programs of their own.
             drawn = dataclasses.replace(problem, x_layout=this.spec.x_layouts[0], out_layout=this.spec.out_layouts[0])
             plan = plan_weight_gradient_tma(
-                geometry_of(drawn), this.dtype, layout_for(drawn), None, this.device, this.tile
+                geometry_of(drawn), this.dtype, layout_for(drawn), this.precision, this.device, this.tile
             )
             if isinstance(plan, Plan) and plan.defines == defines:
-                check("weight", drawn, this.dtype, calls=1)
+                check("weight", drawn, this.dtype, precision=this.precision, calls=1)
 
-        check("weight", ragged, this.dtype)
+        check("weight", ragged, this.dtype, precision=this.precision)
         for problem in others:
-            check("weight", problem, this.dtype, calls=1)
+            check("weight", problem, this.dtype, precision=this.precision, calls=1)
         check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
 
 
@@ -76,8 +78,11 @@ def test_cases_reach_every_way() -> None:
         for problem in this.fixed_problems():
             plan = this.plan_for(problem)
             fields, defines, share = problem_of(plan), dict(plan.defines), share_of(plan)
-            for side, place, wide in zip("xy", plan.turned or (-1, -1), (plan.turns or (0,) * 26)[11::13], strict=True):
+            for side, place, wide in zip(
+                "xy", plan.turned or (-1, -1), (plan.turns or (0,) * 2 * TURN_FIELDS)[11::TURN_FIELDS], strict=True
+            ):
                 reached[f"{side} {'as it is' if place < 0 else 'turned in eights' if wide else 'turned'}"] += 1
+            reached[this.precision or "16 bits"] += 1
             reached[f"workers {defines['WORKERS']}"] += 1
             reached[f"rows of x {defines['ROWS_OF_X']}"] += 1
             reached["several tiles of rows"] += defines["TILES_M"] > 1
@@ -98,11 +103,60 @@ def test_cases_reach_every_way() -> None:
     for kind in (
         *(f"{side} {how}" for side in "xy" for how in ("as it is", "turned", "turned in eights")),
         *(f"workers {count}" for count in (1, 2, 3)),
+        *("16 bits", "tf32", "tf32x3"),
         *("rows of x 0", "rows of x 1", "several tiles of rows", "columns of several copies", "taps of a phase"),
         *("elements of which some are read", "in order 0", "in order 1", "units of no use"),
         *("a tile has rests", "a tile has blocks of its own", "pairs along W", "pairs along H", "pairs along D"),
     ):
         assert reached[kind], f"{kind}: {reached}"
+
+
+@pytest.mark.parametrize("name", ["1d", "2d-float32", "3d-16-bits", "3d-float32"])
+@pytest.mark.parametrize("last", [False, True])
+def test_many_images_take_several_launches(name: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, precision = ("bfloat16", None) if "16" in name else ("float32", "tf32x3" if "2d" in name else "tf32")
+    rank = int(name[0])
+    rows = 64 if dtype == "bfloat16" else 16
+    tile = Tile(1, 0, 1, 2, (1, 1, 2), (1, 1, 1), rows=rows)
+    spec = specialisation((3,) * rank, (1,) * rank, (1,) * rank, (16, 12 if last else 11), (last, last))
+    this = Case(spec, dtype, Device(90, 3, SHARED_BYTES), tile, precision)
+    problem = case(
+        (6, 16, *{1: (40,), 2: (5, 19), 3: (2, 3, 9)}[rank]),
+        12 if last else 11,
+        3,
+        1,
+        1,
+        x_layout=spec.x_layouts[0],
+        out_layout=spec.out_layouts[0],
+    )
+    whole = this.plan_for(problem)
+    assert not whole.images
+    turned = whole.workspace_bytes - min(place for place in whole.turned if place >= 0)
+    with on_host(this):
+        launches = set()
+        for share in (1.4, 2, 3):
+            room = int(4 * tile.values * share_of(whole).tiles + turned / share)
+            monkeypatch.setattr(plan_weight_gradient_tma_module, "MAX_WORKSPACE_BYTES", room)
+            plan = this.plan_for(problem)
+            assert plan.workspace_bytes <= room
+            launches.add(plan.images[0])
+            check("weight", problem, dtype, precision=precision, calls=1)
+        assert len(launches) > 1
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
+def test_long_sums_go_on_in_memory(dtype: str, precision: str | None) -> None:
+    """After so many products; sums of several parts of a block, too."""
+    rows = 64 if dtype == "bfloat16" else 16
+    tile = Tile(1, 0, 1, 2, (1, 1, 2), (1, 1, 1), rows=rows)
+    spec = specialisation((2, 2), (1, 1), (1, 1), (12, 20), (False, False))
+    this = Case(spec, dtype, Device(90, 1, SHARED_BYTES), tile, precision)
+    problem = this.problem((24, 72))
+    share = share_of(this.plan_for(problem))
+    for products in (1, 40):
+        with on_host(this, defines={"MAX_PRODUCTS": products}):
+            check("weight", problem, dtype, precision=precision)
+    assert share.of_block > 2
 
 
 # Kernel = stride along W, where its taps are channels of y: kernel, channels, whether y is channels-last, tile.
@@ -256,6 +310,12 @@ def faulty_case(tile: Tile, last: bool) -> Case:
 
 THIS = faulty_case(Tile(2, 0, 1, 9, (1, 2, 2), (1, 1, 2)), False)
 LAST = faulty_case(Tile(2, 1, 2, 5, (1, 2, 2), (1, 1, 2)), True)
+TF32 = dataclasses.replace(
+    faulty_case(Tile(1, 0, 3, 9, (1, 2, 2), (1, 1, 2), rows=16), False), dtype="float32", precision="tf32"
+)
+TF32X3 = dataclasses.replace(
+    faulty_case(Tile(2, 0, 3, 5, (1, 2, 1), (1, 1, 2), rows=16), True), dtype="float32", precision="tf32x3"
+)
 NOT_FREE = IN_USE + "|with no wait for it"
 PAST = "heap-buffer-overflow|belong to no argument|past its end|past an array|between its elements"
 # A replacement in the source, and the message of the check that must catch it.
@@ -294,7 +354,11 @@ FAULTS = {
         NOT_FREE + "|arrivals",
     ),
     "no wait for the last products": ("        wgmma_wait<0>();\n", "", None),
-    "no fence": ("                wgmma_fence();\n", "", "without a wgmma_fence"),
+    "no fence": (
+        "(ROWS_OF_X ? at.y : at.x);\nwgmma_fence();\n",
+        "(ROWS_OF_X ? at.y : at.x);\n",
+        "without a wgmma_fence",
+    ),
     "a part too few": ("part < shares.whole; ++part", "part + 1 < shares.whole; ++part", VALUES),
     "a rest too few": ("part < 2; ++part", "part < 1; ++part", VALUES),
     "a slot of another tile": (
@@ -315,6 +379,37 @@ FAULTS = {
         PAST,
     ),
 }
+# Those of float32, whose rows are loaded to registers and whose x is prepared.
+FAULTS_FLOAT32 = {
+    "a piece of another position": ("(at >> 3 & 0x70)", "(at >> 3 & 0x30)", VALUES + "|" + UNWRITTEN),
+    "eight channels further, a piece too near": ("i % 2 * 32)", "i % 2 * 16)", VALUES),
+    "every position": ("row = 2 * (lane % 4)", "row = lane % 4", VALUES),
+    "the next group of channels": ("+ tile_m / 2 * box.y_bytes", "+ 0", VALUES),
+    "a step that is loaded twice": ("if (next % UNITS == 0) at.advance(steps);", "", VALUES),
+    "x of the step before": ("staged_x = staged_x + 4 * CHANNELS_IN;", "", VALUES),
+    "no fence": (
+        "for (int i = 0; i < 2 * UNITS; ++i) {\nwgmma_fence();",
+        "for (int i = 0; i < 2 * UNITS; ++i) {",
+        "fence",
+    ),
+    "lanes that still read": ("__syncwarp();  // all lanes have read their y\n", "", "no barrier in between"),
+    "halves of a run in the order of memory": (
+        "{{v[half], v[half + 2], v[half + 4], v[half + 6]}}",
+        "{{v[4 * half], v[4 * half + 1], v[4 * half + 2], v[4 * half + 3]}}",
+        VALUES,
+    ),
+    "another part": ("* PARTS + part) * runs", "* PARTS + PARTS - 1 - part) * runs", VALUES),
+    "a tile's channels of the next one": (
+        "tile % tiles * CHANNELS_IN + c;",
+        "tile % tiles * CHANNELS_IN + c + 1;",
+        VALUES + "|" + PAST,
+    ),
+    "what is beyond x": ("exists && w + i < t.extent[2]", "exists", VALUES + "|" + PAST),
+    "rows beyond x": ("&& h < t.extent[1] && d < t.extent[0];", "&& d < t.extent[0];", VALUES + "|" + PAST),
+    "sums that go on anew": ("if (p.patches[0] || goes_on) {", "if (p.patches[0]) {", VALUES),
+    "sums of a box that are lost": ("|| step > 0 || i >= UNITS", "|| step > 0 || i > UNITS", VALUES),
+}
+OF_PARTS = "another part", "sums of a box that are lost", "the next group of channels", "lanes that still read"
 # The same of arrays that are read as they are.
 FAULTS_LAST = {
     name: FAULTS[name]
@@ -323,19 +418,28 @@ FAULTS_LAST = {
 
 
 def run(this: Case, sources: dict[str, str] | None = None) -> None:
-    with on_host(this, sources), pytest.MonkeyPatch.context() as patch:
+    defines = {"MAX_PRODUCTS": 8} if this.precision == "tf32" else {}
+    with on_host(this, sources, defines), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Work, "boxes", lambda *_: [(1, 4, 16)])
         patch.setattr(
             Work, "shares", lambda work, tile, boxes, *_: [Share(work.tiles_of_weights(tile), boxes, boxes // 2 + 1)]
         )
         for extent in ((22, 16), (26, 19)):  # turned by eights, and by single positions
-            check("weight", this.problem(extent), this.dtype)
+            check("weight", this.problem(extent), this.dtype, precision=this.precision)
 
 
 @pytest.mark.parametrize(
     ("this", "fault"),
-    [*((THIS, fault) for fault in FAULTS.values()), *((LAST, fault) for fault in FAULTS_LAST.values())],
-    ids=[*FAULTS, *(f"channels-last: {name}" for name in FAULTS_LAST)],
+    [
+        *((THIS, fault) for fault in FAULTS.values()),
+        *((LAST, fault) for fault in FAULTS_LAST.values()),
+        *((TF32X3 if name in OF_PARTS else TF32, fault) for name, fault in FAULTS_FLOAT32.items()),
+    ],
+    ids=[
+        *FAULTS,
+        *(f"channels-last: {name}" for name in FAULTS_LAST),
+        *(f"float32: {name}" for name in FAULTS_FLOAT32),
+    ],
 )
 def test_fault_is_caught(this: Case, fault: tuple[str, str, str | None]) -> None:
     before, after, caught_by = fault
@@ -343,7 +447,7 @@ def test_fault_is_caught(this: Case, fault: tuple[str, str, str | None]) -> None
         run(this, plant(kernel_sources("weight_gradient_tma.cu"), before, after))
 
 
-@pytest.mark.parametrize("this", [THIS, LAST], ids=["rows", "channels-last"])
+@pytest.mark.parametrize("this", [THIS, LAST, TF32, TF32X3], ids=["rows", "channels-last", "tf32", "tf32x3"])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this)
 
@@ -373,7 +477,7 @@ def test_tiles_have_registers_for_their_sums_and_cost_no_less_than_their_bound(l
         assert found
         costs = {}
         for tile in found:
-            assert tile.sums + OTHER_REGISTERS <= tile.registers
+            assert tile.sums + OTHER_REGISTERS[0] <= tile.registers
             cost = work.typical_cost(tile, DEVICES[90])
             if cost is not None:
                 assert work.least_cost(tile, DEVICES[90]) <= cost
@@ -394,7 +498,7 @@ def test_only_elements_that_taps_read_are_turned() -> None:
     y = plan.maps[1]
     assert y.extents == (64, *(-(-(e - 1) // 2) for e in reversed(geometry.out_extent)), 2)
     assert y.steps == (1, 1, 1)
-    of_y = plan.turns[13:]
+    of_y = plan.turns[TURN_FIELDS:]
     assert of_y[:2] == (2, 64)
     assert (of_y[8], of_y[9]) == (2 * geometry.out_extent[2], 2)
 
@@ -422,15 +526,17 @@ def test_refusals_say_why() -> None:
     geometry = geometry_of(case((2, 18, 3, 9, 17), 9, 3, stride=2, padding=1))
     for dtype, device, reason in (
         ("float16", Device(100, 148, SHARED_BYTES), "needs compute capability 9.0, the device has 10.0"),
-        ("float64", Device(90, 132, SHARED_BYTES), "in float16 and bfloat16, not in float64"),
+        ("float64", Device(90, 132, SHARED_BYTES), "in float16, bfloat16 and TF32, not in float64"),
         ("float16", Device(90, 132, 1024), "no box with what its taps reach"),
     ):
         refusal = plan_weight_gradient_tma(geometry, dtype, layout_of(geometry), None, device)
         assert isinstance(refusal, Refusal)
         assert reason in refusal.reason
     for problem, precision, dtype, reason in (
-        (case((2, 18, 3, 9, 17), 9, 3), "tf32", "float32", "not in tf32"),
-        (case((8, 48, 96, 96, 96), 24, 3), None, "float16", "turned arrays take"),
+        (case((2, 18, 3, 9, 17), 9, 3), "ieee", "float32", "not in ieee"),
+        (case((1, 48, 160, 160, 160), 24, 3), "tf32", "float32", "turned arrays take"),
+        (case((2, 24, 9, 8), 30, 3, groups=3), "tf32", "float32", "groups have 8 and 10"),
+        (case((1, 48, 160, 160, 160), 24, 3), None, "float16", "turned arrays take"),
         (case((2, 64, 64), 64, 20, 9), None, "float16", "no box"),
         (case((0, 64, 9, 8), 64, 3), None, "float16", "nothing to copy"),
         (case((2, 24, 9, 8), 36, 3, groups=3), None, "float16", "groups have 8 and 12"),

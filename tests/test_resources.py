@@ -20,6 +20,7 @@ from shipped import of_every_tile, some_of
 from strategies import DTYPES, Problem, case
 
 from cuconvt import compile as compiler
+from cuconvt import plan_weight_gradient_tma as tma
 from cuconvt import plan_weight_gradient_wgmma as wgmma
 from cuconvt.plan import Plan
 from cuconvt.plan_correlate_narrow import plan_correlate_narrow
@@ -149,9 +150,10 @@ def test_rows_of_a_weight_gradient_on_newer_architectures(problem: Problem, dtyp
 )
 def test_wide_weight_gradients_do_not_spill(problem: Problem) -> None:
     geometry = geometry_of(problem)
-    plan = make_weight_gradient_plan(geometry, "float32", layout_of(geometry), "tf32", DEVICES[90])
-    assert plan.kernel == "weight_gradient_wgmma"
-    assert_sound(plan, 90)
+    for family in (wgmma.plan_weight_gradient_wgmma, tma.plan_weight_gradient_tma):
+        plan = family(geometry, "float32", layout_of(geometry), "tf32", DEVICES[90])
+        assert isinstance(plan, Plan)
+        assert_sound(plan, 90)
 
 
 # Sums of 3xTF32 have spilled in tiles of narrow groups.

@@ -20,6 +20,8 @@ from cuconvt import plan_disjoint as disjoint
 from cuconvt.compile import compile_kernel
 from cuconvt.plan import Plan
 from cuconvt.plan_correlate_disjoint import plan_correlate_disjoint
+from cuconvt.plan_weight_gradient_tma import Tile as TileOfBoxes
+from cuconvt.plan_weight_gradient_tma import plan_weight_gradient_tma
 from cuconvt.plan_weight_gradient_wgmma import Tile, plan_weight_gradient_wgmma
 
 pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed")
@@ -121,6 +123,24 @@ def test_registers_of_a_are_left_alone(name: str, dtype: str, tile: Tile) -> Non
 @pytest.mark.parametrize(("name", "dtype", "tile"), TILES_OF_ROWS)
 def test_registers_of_rows_are_left_alone(name: str, dtype: str, tile: rows.Tile) -> None:
     assert not written_before_the_wait(plan_of_rows(name, dtype, tile))
+
+
+# Two, three and four fragments, and few registers.
+TILES_OF_BOXES = (
+    TileOfBoxes(2, 0, 4, 8, (1, 1, 2), (2, 2, 2), rows=16),
+    TileOfBoxes(1, 0, 2, 4, (1, 2, 2), (2, 2, 2), rows=16),
+    TileOfBoxes(1, 0, 3, 4, (2, 2, 1), (2, 2, 2), rows=16),
+    TileOfBoxes(2, 0, 4, 10, (2, 2, 2), (2, 2, 2), 1, rows=16),
+)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("tile", TILES_OF_BOXES, ids=["two", "four", "three", "few registers"])
+def test_registers_of_boxes_are_left_alone(tile: TileOfBoxes, precision: str) -> None:
+    geometry = geometry_of(FIXED["gan_3d"])
+    plan = plan_weight_gradient_tma(geometry, "float32", layout_of(geometry), precision, DEVICES[90], tile)
+    assert isinstance(plan, Plan)
+    assert not written_before_the_wait(plan)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -193,9 +193,10 @@ void copy_box(void* shared, const Boxes& boxes, const BoxStart& start, const voi
         if (axis ? boxes.strides[axis] % 16 : itemsize != 2 && itemsize != 4) fail("an array with strides that copies of boxes cannot take");
         bytes *= (uint64_t)((box + step - 1) / step);
     }
-    if ((row_bytes != 32 && row_bytes != 64 && row_bytes != 128) || boxes.steps[0] != 1) fail("a box of rows that are not swizzled");
+    const bool is_swizzled = row_bytes == 32 || row_bytes == 64 || row_bytes == 128;
+    if ((!is_swizzled && row_bytes != PLAIN_ROW_BYTES) || boxes.steps[0] != 1) fail("a box of rows of %d bytes", (int)row_bytes);
     if (start.at[0] * itemsize % 16) fail("a box from channel %d on, which is not a multiple of 16 bytes", (int)start.at[0]);
-    if (boxes.address % 16 || to % (8 * row_bytes)) fail("a box from a misaligned address, or to one: %s", shared_name(to).c_str());
+    if (boxes.address % 16 || to % (is_swizzled ? 8 * row_bytes : 128)) fail("a box from a misaligned address, or to one: %s", shared_name(to).c_str());
     b.last_copy = epochs[actor_of(b)] = b.first_epoch + (int32_t)b.phase + 1;
     b.copies.push_back({to, (uint32_t)bytes, nullptr, std::vector<unsigned char>(bytes)});
     begin_box_copy(to, boxes, start, b.copies.back().elements.data(), (uint32_t)bytes, actor_of(b), b.last_copy);

@@ -18,7 +18,7 @@ import numpy as np
 
 from host.build import DEBUG
 
-VALUE, INPUT, OUTPUT, ABSENT, OF_KERNEL_BEFORE, BOXES = range(6)
+VALUE, INPUT, OUTPUT, ABSENT, OF_KERNEL_BEFORE, BOXES, CONTINUED = range(7)
 # Each launch takes the next order of the threads and fills shared memory differently (NaN, large, small): a result that
 # depends on either differs between two launches.
 SCHEDULES = ((0, 0xFF), (1, 0x55), (2, 0x3A))
@@ -88,7 +88,7 @@ class Program:
             process.stdin.write(job)
             process.stdin.flush()
             for argument in arguments:
-                if argument.role == OUTPUT:
+                if argument.role in (OUTPUT, CONTINUED):
                     answer = process.stdout.read(8 + len(argument.data))
                     if len(answer) < 8 + len(argument.data):
                         raise BrokenPipeError

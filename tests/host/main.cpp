@@ -117,7 +117,7 @@ bool run_job(FILE* from, FILE* to, long only_block) {
         in_kernel = false;
     }
     for (Memory& m : memories) {
-        if (m.argument.role == host::OUTPUT) {
+        if (host::is_written(m.argument.role)) {
             const int64_t unwritten = host::first_unwritten(m.data);
             fwrite(&unwritten, sizeof unwritten, 1, to);
             fwrite(m.data, 1, m.argument.size, to);

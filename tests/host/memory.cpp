@@ -135,7 +135,7 @@ void access_array(Array& array, size_t offset, size_t size, bool write) {
         fail("%s %zu bytes at byte %zu of %s, past its end at %zu", write ? "writes" : "reads", size, offset, name,
              (size_t)array.argument.size);
     }
-    if (write && array.argument.role != OUTPUT) fail("writes byte %zu of %s, an input", offset, name);
+    if (write && !is_written(array.argument.role)) fail("writes byte %zu of %s, an input", offset, name);
     if (array.argument.role == OF_KERNEL_BEFORE && !waited_for_kernel_before) {
         fail("reads byte %zu of %s before the wait for the kernel that writes it", offset, name);
     }
@@ -149,9 +149,9 @@ void access_array(Array& array, size_t offset, size_t size, bool write) {
         if (!array.elements[i]) {
             fail("%s byte %zu of %s, which lies between its elements", write ? "writes" : "reads", i, name);
         }
-        if (array.argument.role != OUTPUT) continue;
+        if (!is_written(array.argument.role)) continue;
         uint32_t& writer = array.writer[i];
-        if (!write && !writer) fail("reads byte %zu of %s, which nobody wrote", i, name);
+        if (!write && !writer && array.argument.role == OUTPUT) fail("reads byte %zu of %s, which nobody wrote", i, name);
         if (write && writer && writer != me) {
             fail("writes byte %zu of %s, which thread %u of block %u wrote", i, name, (writer - 1) % MAX_THREADS,
                  (writer - 1) / MAX_THREADS);
@@ -217,7 +217,7 @@ void begin_launch() {
 
 void add_array(const Argument& argument, unsigned char* data, const unsigned char* elements) {
     arrays.push_back({argument, (uintptr_t)data, elements, {}});
-    if (argument.role == OUTPUT) arrays.back().writer.resize(argument.size);
+    if (is_written(argument.role)) arrays.back().writer.resize(argument.size);
 }
 
 int64_t first_unwritten(const unsigned char* data) {
@@ -373,7 +373,7 @@ void begin_box_copy(uint32_t to, const Boxes& boxes, const BoxStart& start, unsi
             inside &= place >= 0 && place < boxes.extents[axis];
             from += (uint64_t)(place * boxes.strides[axis]);
         }
-        unsigned char* const element = elements + (swizzled(to + at, row_bytes) - to);
+        unsigned char* const element = elements + (row_bytes == PLAIN_ROW_BYTES ? at : swizzled(to + at, row_bytes) - to);
         if (!inside) {
             memset(element, 0, itemsize);
             continue;
@@ -381,7 +381,7 @@ void begin_box_copy(uint32_t to, const Boxes& boxes, const BoxStart& start, unsi
         const bool sound = check((uintptr_t)from, itemsize, false);
         if (!sound && __asan_region_is_poisoned((void*)from, itemsize)) fail("a copy of a box reads past an array");
         memcpy(element, (const void*)from, itemsize);
-        if (itemsize == 4) round_to_tf32(element);
+        if (boxes.rounds) round_to_tf32(element);
     }
     begin_copy(to, size, actor, epoch);
 }

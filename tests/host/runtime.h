@@ -33,8 +33,10 @@ void together(unsigned mask, void* mine, void (*act)(void* const* lanes, unsigne
 
 // ---- memory.cpp: who may read and write what
 
-// Of a kernel's argument. OF_KERNEL_BEFORE is an input, too; BOXES are `Boxes` that hold an array's number among the arguments.
-enum Role { VALUE, INPUT, OUTPUT, ABSENT, OF_KERNEL_BEFORE, BOXES };
+// Of a kernel's argument. OF_KERNEL_BEFORE is an input, too; BOXES are `Boxes` that hold an array's number among the arguments;
+// CONTINUED is an output that launches before have written, too.
+enum Role { VALUE, INPUT, OUTPUT, ABSENT, OF_KERNEL_BEFORE, BOXES, CONTINUED };
+inline bool is_written(uint32_t role) { return role == OUTPUT || role == CONTINUED; }
 
 struct Argument {
     char name[16];
@@ -75,11 +77,11 @@ void barrier_init_done();
 void barrier_arrive(const void* barrier, uint32_t bytes);  // and announces so many bytes
 void barrier_wait(const void* barrier, unsigned parity);
 void copy_bulk(void* shared, const void* global, uint32_t bytes, const void* barrier);
-// What a TensorMap says of an array of 16-bit elements, with axes channels, W, H, D, N: strides count bytes, and every `steps`-th
-// element of a box is copied.
+// What a TensorMap says of an array with axes channels, W, H, D, N: strides count bytes, every `steps`-th element of a box is
+// copied, and float32 is rounded to TF32 or not.
 struct Boxes {
     uint64_t address;
-    int64_t extents[5], strides[5], box[5], steps[5];
+    int64_t extents[5], strides[5], box[5], steps[5], rounds;
 };
 struct BoxStart {
     int64_t at[5];
