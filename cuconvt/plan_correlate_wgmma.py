@@ -63,6 +63,7 @@ REGISTERS = {
 # The same where bulk tensor copies bring x: two threads stage.
 REGISTERS_OF_BOXED = {(2, 1, 1): ((232, 40),), (1, 1, 2): ((216, 40),), (3, 1, 1): ((152, 40),)}
 FOLDED_BYTES = 128  # of a row: channels of all taps along W
+ROWS_OF_GROUPS = 64, 128  # bytes of a row: channels of all groups
 MAX_REACHED = 2**30  # positions that they count, with those of a box beyond the last
 SWIZZLED = 1024  # bytes after which a swizzle repeats
 ALL_REGISTERS = 65536  # of a multiprocessor
@@ -100,6 +101,7 @@ BOXED = Rates(21, 0.2, 0, 300, (100, POSITIONS))
 BOXED_UNSTRIDED = BOXED._replace(positions=(410, 5000))
 COPIED_BYTES_A_CLOCK, COPIED_ROW_CLOCKS = 250, 1.75  # of such copies: a row takes as long, besides its bytes
 COPIED_WEIGHTS_A_CLOCK = 107  # bytes beside them
+JOINED_AHEAD, JOINED_THREE = 0.9, 0.97  # of joined groups' with more than two stages, and three workers: of 20 problems
 TURNS = 0.95  # of the estimated time without a stride, where workers take turns
 # The cost that is compared with other kernels': without a stride; with one, where it was faster than they wherever it
 # was measured; and with fewer channels of the result than were measured.
@@ -125,6 +127,7 @@ class Tile(phase_wgmma.Tile):
     slot_classes: int = 1  # of these, how many have their weights in one slot
     boxed: bool = False  # whether bulk tensor copies bring x
     fold: int = 1  # taps along W that are channels of x
+    joined: int = 1  # groups that are staged as one
 
     @property
     def class_steps(self) -> int:
@@ -147,23 +150,28 @@ def plan_correlate_wgmma(
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal("correlate_wgmma", reason)
     if tile is not None:
-        work = Work(*as_read(geometry, layout, tile.fold), dtype, precision, tile.fold)
+        work = Work(*as_read(geometry, layout, tile.fold, tile.joined), dtype, precision, tile.fold, tile.joined)
         cost = work.typical_cost(tile, device)
         return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
+    joined = _groups_of_row(geometry, layout, dtype, precision)
     shapes = [
-        Work(*as_read(geometry, layout, fold), dtype, precision, fold).shape
-        for fold in (1, geometry.kernel[2])
-        if fold == 1 or _can_fold(geometry, layout, dtype, precision)
+        Work(*as_read(geometry, layout, fold, count), dtype, precision, fold, count).shape
+        for fold, count in ((1, 1), (geometry.kernel[2], 1), (1, joined))
+        if fold == count == 1 or count > 1 or (fold > 1 and _can_fold(geometry, layout, dtype, precision))
     ]
     g = geometry
-    least = OTHERS * min(map(least_of_all, shapes)) * prod(g.x_extent) * g.groups * g.n
+    least = min(least_of_all(shape) / shape.joined for shape in shapes)
+    least *= OTHERS * prod(g.x_extent) * g.groups * g.n
     if least > BOUND_ABOVE_COST * most:
         return Refusal("correlate_wgmma", f"cost at least {least:.3g} against {most:.3g}")
-    choices = [choice for shape in shapes if (choice := choose_tile(shape, device)) is not None]
+    found = ((shape, choose_tile(shape, device)) for shape in shapes)
+    # Groups that are joined are all boxed, and where they can be, no single group is.
+    of_joined = {shape: BOXED_COMPARED[1] / shape.joined if shape.joined > 1 else 1 for shape in shapes}
+    choices = [(*choice, choice[1] * of_joined[shape]) for shape, choice in found if choice is not None]
     if not choices:
         reason = f"no box with its halo fits into {device.shared_bytes} bytes of shared memory"
         return Refusal("correlate_wgmma", reason)
-    tile, cost = min(choices, key=lambda choice: choice[1])
+    tile, cost, _ = min(choices, key=lambda choice: choice[2])
     return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
 
 
@@ -213,16 +221,34 @@ def _can_fold(geometry: Geometry, layout: Layout, dtype: str, precision: str | N
     return Work(*as_read(g, layout, taps), dtype, precision).shape.boxes
 
 
-def as_read(geometry: Geometry, layout: Layout, fold: int = 1) -> tuple[Geometry, Layout]:
+def _groups_of_row(geometry: Geometry, layout: Layout, dtype: str, precision: str | None) -> int:
+    """Return how many groups of few channels can be brought as one row of up to 128 bytes, or 1.
+
+    A product has channels of one group alone, and each has columns of its own.
+    """
+    g, itemsize = geometry, 4 if dtype == "float32" else 2
+    step = 32 // itemsize  # channels of a product
+    if g.groups == 1 or g.c_out_per_group % step or g.c_in_per_group % 8 or layout.out[1] != 1:
+        return 1
+    fits = (n for n in (16, 8, 4, 2) if not g.groups % n and n * g.c_out_per_group * itemsize in ROWS_OF_GROUPS)
+    count = next(fits, 1)
+    is_narrow = count * g.c_in_per_group <= MAX_COLUMNS
+    return count if is_narrow and Work(*as_read(g, layout, 1, count), dtype, precision, 1, count).shape.boxes else 1
+
+
+def as_read(geometry: Geometry, layout: Layout, fold: int = 1, joined: int = 1) -> tuple[Geometry, Layout]:
     """Return the problem with the names of the kernel: x is read, and the weight has the channels of x first.
 
-    With `fold`, so many taps along W are channels of x, and no taps any more.
+    With `fold`, so many taps along W are channels of x, and no taps any more. With `joined`, so many groups are one,
+    but for the weight.
     """
     group, c_in, c_out, *taps = weight_strides(geometry, layout)
     g, out = geometry, layout.out
     if fold > 1:
         g, out = with_taps_as_channels(geometry), (*out[:4], fold * out[4])
-    swapped = dataclasses.replace(g, c_in=g.c_out, c_out=g.c_in, x_extent=g.out_extent, out_extent=g.x_extent)
+    swapped = dataclasses.replace(
+        g, c_in=g.c_out, c_out=g.c_in, x_extent=g.out_extent, out_extent=g.x_extent, groups=g.groups // joined
+    )
     return phase_wgmma._batch_as_depth(
         swapped,
         dataclasses.replace(
@@ -243,8 +269,10 @@ def plan_tile(
     """Plan a problem with a given tile."""
     if tile.fold > 1 and not (tile.fold == geometry.kernel[2] and _can_fold(geometry, layout, dtype, precision)):
         return Refusal("correlate_wgmma", "taps of this tile are no channels of x")
-    g, read = as_read(geometry, layout, tile.fold)
-    work = Work(g, read, dtype, precision, tile.fold)
+    if tile.joined > 1 and tile.joined != _groups_of_row(geometry, layout, dtype, precision):
+        return Refusal("correlate_wgmma", "groups of this tile are no row")
+    g, read = as_read(geometry, layout, tile.fold, tile.joined)
+    work = Work(g, read, dtype, precision, tile.fold, tile.joined)
     if tile.boxed and not work.shape.boxes:
         return Refusal("correlate_wgmma", "bulk tensor copies of this tile cannot bring x")
     tiles_c = -(-g.c_out_per_group // (8 * tile.tiles_c))
@@ -259,7 +287,7 @@ def plan_tile(
     index64 = reads_need_64_bits(geometry, layout, box.extent)
     x_vector = work.reads_vectors(tile, g, read)
     own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64, "BOXED": tile.boxed}
-    own["FOLD"] = tile.fold
+    own |= {"FOLD": tile.fold, "JOINED": tile.joined}
     registers = work.registers(tile)
     if registers is None:
         return Refusal("correlate_wgmma", "the sums of this tile do not fit into registers")
@@ -284,7 +312,7 @@ def plan_tile(
         ),
         cost=OTHERS * (compared if tile.boxed else 1) * cost * prod(g.out_extent) * g.groups * g.n,
         packed_words=slots * work.slot_bytes(tile) // 4,
-        packed_a_thread=4 * work.parts,
+        packed_a_thread=4 * work.parts // tile.joined,
         maps=(work.map_of_x(tile, box, dtype, g, read),) if tile.boxed else (),
         tile=tile,
     )
@@ -311,7 +339,9 @@ class Work(phase_wgmma.Work):
     extents = extents_of_rows = TYPICAL_EXTENTS
     extents_of_wide = extents_of_wide_rows = TYPICAL_EXTENTS_OF_WIDE
 
-    def __init__(self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None, fold: int = 1):
+    def __init__(
+        self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None, fold: int = 1, joined: int = 1
+    ):
         g = geometry
         self.shape = Shape(
             g.rank,
@@ -326,8 +356,9 @@ class Work(phase_wgmma.Work):
             layout.out_channels_last,
             pairs=False,
             late=(0, 0, 0),
-            boxes=precision != "tf32x3" and _are_boxes(g, layout, 4 if dtype == "float32" else 2),
+            boxes=precision != "tf32x3" and _are_boxes(g, layout, 4 if dtype == "float32" else 2, joined),
             fold=fold,
+            joined=joined,
         )
         self._derive()
 
@@ -353,7 +384,7 @@ class Work(phase_wgmma.Work):
         return 1
 
     def columns(self, tile: phase_wgmma.Tile) -> int:
-        return 8 * tile.tiles_c * self.sums(tile)
+        return 8 * tile.tiles_c * self.sums(tile) // self.shape.joined
 
     def channels(self, tile: Tile) -> int:
         """Return the channels of x that are staged at a time."""
@@ -383,7 +414,7 @@ class Work(phase_wgmma.Work):
     def accumulators(self, tile: phase_wgmma.Tile) -> int:
         """Registers of a worker that hold sums."""
         chains = self.columns(tile) if self.shape.products == 3 else 0
-        return self.columns(tile) // 2 * tile.tiles_m + chains
+        return self.columns(tile) * self.shape.joined // 2 * tile.tiles_m + chains
 
     def other_registers(self, tile: phase_wgmma.Tile) -> int:
         """Estimate how many registers a worker needs besides."""
@@ -540,6 +571,8 @@ class Work(phase_wgmma.Work):
         clocks = busiest + rates.overlap * others + waits / at_once
         if tile.boxed and tile.take_turns and self.unstrided:
             clocks *= TURNS
+        if s.joined > 1:
+            clocks *= (JOINED_AHEAD if tile.x_stages > 2 else 1) * (JOINED_THREE if tile.workers == 3 else 1)
         # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
         share = rates.positions[0 if max(s.c_in, s.c_out) >= WIDE else 1]
         rounds = share * s.c_out / (tile.rows * 8 * tile.tiles_c * at_once)
@@ -610,7 +643,10 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
             slot_classes=classes,
             boxed=boxed,
             fold=shape.fold,
+            joined=shape.joined,
         )
+        if shape.joined > 1 and not (boxed and work.channels(tile) == shape.c_in and tiles_c == eights):
+            continue
         if steps > 1 and (work.channels(tile) >= 2 * shape.c_in or (tile.k_steps > MAX_K_STEPS and not boxed)):
             continue
         if work.columns(tile) > MAX_COLUMNS:
@@ -636,10 +672,10 @@ def _is_boxed(tile: phase_wgmma.Tile) -> bool:
     return isinstance(tile, Tile) and tile.boxed
 
 
-def _are_boxes(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
+def _are_boxes(geometry: Geometry, layout: Layout, itemsize: int, joined: int) -> bool:
     """Whether bulk tensor copies can bring x, and nothing of another group, which would meet weights that are zeros."""
     g = geometry
-    alone = g.groups == 1 or g.c_in_per_group % CHANNELS == 0
+    alone = g.groups == 1 or g.c_in_per_group % CHANNELS == 0 or joined > 1
     extents = (g.n, g.c_in, *g.x_extent)
     reached = max(*extents, *(o * s for o, s in zip(g.out_extent, g.stride, strict=True)))
     is_counted = min(extents) > 0 and reached < MAX_REACHED

@@ -399,6 +399,7 @@ class Shape:
     plane_step: int = 1  # planes of the result for one that taps reach, of which the others are filled
     boxes: bool = False  # whether bulk tensor copies can bring x
     fold: int = 1  # taps along W that are channels of x
+    joined: int = 1  # groups that are staged as one
 
 
 class Work:

@@ -21,6 +21,9 @@
 // With FOLD, where kernel and stride are equal along W and x is channels-last, the taps along W are channels of x: in memory, these
 // follow each other.
 //
+// With JOINED, so many groups of few channels, whose channels-last x follow each other, are brought as rows of all of them. A k step
+// is of one group, and a wgmma adds to the sums of that one's channels.
+//
 // With MERGE_W the taps of a class along W are columns of one wgmma, of the same positions, and their sums are shifted when
 // the result is stored.
 //
@@ -39,6 +42,9 @@
 #endif
 #ifndef FOLD  // taps along W that are channels of x, of each tap as many
 #define FOLD 1
+#endif
+#ifndef JOINED  // groups whose channels are staged side by side, and are one group to everything but products and weights
+#define JOINED 1
 #endif
 #include "correlate_box.cuh"
 
@@ -60,7 +66,9 @@ constexpr int NEXT_ROW = BOXED ? PIECES : 1;
 
 constexpr int REACH_W = (AxisW::MAX_TAPS - 1) * AxisW::HOP;
 
-constexpr int COLUMNS = MERGE_W ? AxisW::MAX_TAPS * TILE_C : TILE_C;  // of a wgmma
+constexpr int COLUMNS = MERGE_W ? AxisW::MAX_TAPS * TILE_C : TILE_C;  // of all sums of a row
+constexpr int WIDTH = COLUMNS / JOINED;  // of a wgmma's product
+static_assert(JOINED == 1 || (BOXED && FOLD == 1 && CLASS_STEPS % JOINED == 0 && WIDTH % 8 == 0), "k steps of one group");
 constexpr int SLOTS_A_ROW = CLASSES / SLOT_CLASSES;  // of taps along W, for some classes along D and H: all rows, then the next
 
 // A wgmma of a slot: the class (among those that are staged), its tap and its k step; merged taps have one wgmma.
@@ -90,7 +98,7 @@ constexpr int FEWER_COLUMNS = COLUMNS > TILE_C ? COLUMNS - TILE_C : COLUMNS;
 static_assert(!MERGE_W || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNEL_W>(SLOT_CLASSES - 1), "equal columns");
 
 // A slot of weights: [product][part][2 pieces][column][16 bytes]. Sizes in units of 16 bytes. The first has the most taps.
-constexpr int OPERAND = 2 * COLUMNS;
+constexpr int OPERAND = 2 * WIDTH;
 constexpr int PRODUCTS = products_of(0);
 constexpr int SLOT = PRODUCTS * PARTS * OPERAND;
 
@@ -367,7 +375,9 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[C / 2], int slot, Op
         const Product of = product(slot, i);
         const int in_class = (part_a * CLASSES + of.number) * PIECES * plane;
         const int in_row = of.tap * AxisW::HOP * NEXT_ROW + 2 * of.step * (BOXED ? 1 : plane);
-        multiply_add<C>(sum, a + in_row + in_class, b + (i * PARTS + part_b) * OPERAND, accumulate || i > 0);
+        const int group = of.step / (CLASS_STEPS / JOINED);
+        multiply_add<C / JOINED>(reinterpret_cast<float(&)[C / JOINED / 2]>(sum[group * (C / JOINED / 2)]), a + in_row + in_class,
+                                 b + (i * PARTS + part_b) * OPERAND, accumulate || i > 0);
     }
 }
 
@@ -549,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #else
     const Operand staged = describe(own, s.plane * 16, eight * 16);
 #endif
-    const Operand weights = describe(slots, COLUMNS * 16, 128);
+    const Operand weights = describe(slots, WIDTH * 16, 128);
 
     for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x) {
         const Block b = locate(index, p);
@@ -636,16 +646,20 @@ extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* pac
     const int tap_w = set * CLASSES + of.number + (of.tap + merged) * AxisW::STEP;
     const bool exists = in_slot * CLASS_STEPS < products_of(slot) && tap_w < KERNEL_W;
 
+    // Of joined groups, those of x and of the result; a weight is of both.
+    const int joined = JOINED > 1 ? piece / (PIECES / JOINED) : 0;
+    if (JOINED > 1 && channel / WIDTH != joined) return;
     const int co = tile_c * TILE_C + channel, first = chunk * CHUNK + piece * PIECE;
-    weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] + tap_d * p.weight_stride[2] +
-              tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
+    weight += p.weight_first + (group * JOINED + joined) * p.weight_group_stride + (co - joined * WIDTH) * p.weight_stride[1] +
+              tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
     Channels c;
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {
         zero(c.value[i]);
         const int channels = (int)p.c_in / FOLD, folded = (first + i) / channels;
         if (exists && co < p.c_out && first + i < p.c_in)
-            c.value[i] = weight[(first + i - folded * channels) * p.weight_stride[0] + folded * p.weight_stride[4]];
+            c.value[i] = weight[(first + i - folded * channels - joined * (CHUNK / JOINED)) * p.weight_stride[0] +
+                                folded * p.weight_stride[4]];
     }
     Piece parts[PARTS];
     pack(c, parts);
@@ -656,6 +670,7 @@ extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* pac
     const int at = in_slot * CLASS_STEPS + piece / 2;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-        packed[row * SLOT + (at * PARTS + part) * OPERAND + piece % 2 * COLUMNS + merged * TILE_C + channel] = parts[part];
+        packed[row * SLOT + (at * PARTS + part) * OPERAND + piece % 2 * WIDTH + merged * TILE_C + channel % (TILE_C / JOINED)] =
+            parts[part];
     }
 }

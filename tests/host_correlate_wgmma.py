@@ -118,7 +118,7 @@ def draw_tile(
 
 def serves(spec: Specialisation, dtype: str, precision: str | None, tile: wgmma.Tile) -> bool:
     for extent in (LONGEST[len(spec.kernel)], *EXTENTS[len(spec.kernel)]):
-        problem = smallest(spec, extent, groups=1 if tile.boxed else 2)
+        problem = smallest(spec, extent, groups=tile.joined if tile.boxed else 2)
         geometry, layout = geometry_of(problem), layout_of(spec, problem)
         device = Device(90, 1, SHARED_BYTES)
         if isinstance(wgmma.plan_tile(geometry, dtype, layout, precision, device, tile), Refusal):

@@ -22,6 +22,7 @@ from host_correlate_wgmma import (
     on_host,
     plan_for,
     read_by_vectors,
+    serves,
     smallest,
     whole_rows,
 )
@@ -30,7 +31,7 @@ from strategies import Problem, case
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 from cuconvt.plan import Device, Plan
-from cuconvt.plan_correlate_wgmma import Tile, Work, _can_fold, as_read, plan_correlate_wgmma, tiles
+from cuconvt.plan_correlate_wgmma import Tile, Work, _can_fold, _groups_of_row, as_read, plan_correlate_wgmma, tiles
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -101,6 +102,53 @@ def test_taps_along_w_are_channels(name: str) -> None:
                 problem = smallest(spec, extent, padding_w, groups=1)
                 assert dict(plan_for(this, problem).defines)["FOLD"] == kernel[-1]
                 check("input", problem, dtype, precision=precision, calls=1)
+
+
+# Groups that are brought as one row: kernel, stride, groups, channels of x and of y in a group, whether the result is
+# channels-last, and how many groups a row has.
+JOINED = {
+    "1d-tf32": ((5,), (2,), 8, (8, 8), True, ("float32", "tf32"), 4),
+    "2d-tf32-wide": ((3, 2), (2, 1), 6, (24, 16), False, ("float32", "tf32"), 2),
+    "2d": ((3, 3), (2, 2), 4, (8, 16), True, ("bfloat16", None), 4),
+    "3d-tf32": ((3, 3, 3), (2, 2, 2), 4, (8, 8), True, ("float32", "tf32"), 4),
+    "3d": ((2, 3, 4), (1, 2, 3), 2, (16, 32), False, ("float16", None), 2),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_groups_are_joined(name: str) -> None:
+    kernel, stride, groups, channels, out_last, (dtype, precision), joined = JOINED[name]
+    rank = len(kernel)
+    spec = specialisation(kernel, stride, (1,) * rank, channels, (out_last, True))
+    first = smallest(spec, EXTENTS[rank][0], groups=groups)
+    read = as_read(geometry_of(first), layout_of(spec, first), 1, joined)
+    every = tiles(Work(*read, dtype, precision, 1, joined))
+    found = [tile for tile in every if tile.tiles_m <= 2 and serves(spec, dtype, precision, tile)]
+    assert all(tile.boxed and tile.joined == joined for tile in found)
+    for tile in (found[0], found[-1]):
+        this = Case(spec, dtype, precision, Device(90, 2, SHARED_BYTES), tile)
+        with on_host(this):
+            for extent in EXTENTS[rank][:2]:
+                problem = smallest(spec, extent, (1, 0), groups=groups)
+                assert dict(plan_for(this, problem).defines)["JOINED"] == joined
+                check("input", problem, dtype, precision=precision, calls=1)
+
+
+def test_groups_are_joined_only_where_each_fills_products() -> None:
+    def joined(groups: int, c_in: int, c_out: int, dtype: str, precision: str | None, last: bool = True) -> int:
+        problem = case((2, groups * c_in, 6, 8, 8), groups * c_out, 3, 2, groups=groups)
+        geometry = geometry_of(problem)
+        return _groups_of_row(geometry, layout_like(geometry, last), dtype, precision)
+
+    assert joined(4, 8, 8, "float32", "tf32") == 4
+    assert joined(8, 16, 8, "float32", "tf32") == 4
+    assert joined(6, 8, 8, "float32", "tf32") == 2
+    assert joined(4, 8, 16, "bfloat16", None) == 4
+    assert joined(4, 8, 8, "bfloat16", None) == 1  # a product is of 16 channels
+    assert joined(4, 8, 8, "float32", "tf32x3") == 1
+    assert joined(4, 8, 12, "float32", "tf32") == joined(4, 12, 8, "float32", "tf32") == 1
+    assert joined(1, 8, 8, "float32", "tf32") == joined(3, 8, 8, "float32", "tf32") == 1
+    assert joined(4, 8, 8, "float32", "tf32", last=False) == 1
 
 
 def test_taps_along_w_are_channels_only_where_they_follow_each_other() -> None:
@@ -213,6 +261,13 @@ BOXED = dataclasses.replace(
     patches=True,
 )
 FLAT = dataclasses.replace(BOXED, patches=False)
+JOINS = Case(
+    specialisation((3, 3), (2, 2), (1, 1), (8, 8), (False, True)),
+    "float32",
+    "tf32",
+    Device(90, 1, SHARED_BYTES),
+    Tile(2, 1, 1, 4, False, 8, 2, 3, False, False, False, 1, classes=2, boxed=True, joined=4),
+)
 IN_USE = "with no wait for it|with no barrier in between|a GPU may miss it|arrives at|a bulk copy wrote"
 TOO_EARLY = "before the wait that covers the copy"
 # A replacement in the source, the message of the check that must catch it, and the case.
@@ -310,6 +365,14 @@ FAULTS = {
         BOXED,
     ),
     "boxes over the slots": ("? round_up(BARRIER_BYTES + RING", "? round_up(BARRIER_BYTES + 0 * RING", None, BOXED),
+    "sums of another group": ("of.step / (CLASS_STEPS / JOINED);", "0;", VALUES, JOINS),
+    "weights of the first group": ("(group * JOINED + joined) * p", "group * JOINED * p", VALUES, JOINS),
+    "weights of two groups": (
+        "if (JOINED > 1 && channel / WIDTH != joined) return;",
+        "",
+        VALUES + "|wrote|which thread|" + "belong to no|heap-buffer-overflow",
+        JOINS,
+    ),
     "merged taps that are not shifted": ("NEXT_TAP = SUM_ROWS + AxisW::HOP", "NEXT_TAP = SUM_ROWS", VALUES, MERGED),
 }
 
@@ -317,7 +380,8 @@ FAULTS = {
 def run(this: Case, sources: dict[str, str]) -> None:
     with on_host(this, sources):
         aligned = [] if this.tile.boxed else whole_rows(this)[1:2]
-        for problem in (smallest(this.spec, (9, 19), (1, 1), 1 if this.tile.boxed else 2), *aligned):
+        groups = this.tile.joined if this.tile.boxed else 2
+        for problem in (smallest(this.spec, (9, 19), (1, 1), groups), *aligned):
             check("input", problem, this.dtype, precision=this.precision)
 
 
@@ -328,6 +392,6 @@ def test_fault_is_caught(name: str) -> None:
         run(this, plant(kernel_sources("correlate_wgmma.cu"), before, after))
 
 
-@pytest.mark.parametrize("this", [PASSING, MERGED, COPIED, BOXED])
+@pytest.mark.parametrize("this", [PASSING, MERGED, COPIED, BOXED, JOINS])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this, kernel_sources("correlate_wgmma.cu"))
