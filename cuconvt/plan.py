@@ -167,6 +167,7 @@ class Plan:
         packed = f", repacked weights {4 * self.packed_words} B" if self.packed_words else ""
         holds = "turned arrays" if self.turned else "partial sums"
         parts = f", {holds} {self.workspace_bytes} B" if self.workspace_bytes else ""
+        parts += f", {self.images[0]} launches" if self.images else ""
         lines = [
             f"{self.name}: grid {self.grid}, block {self.block}, shared {self.shared_bytes} B{packed}{parts}, {defines}"
         ]

@@ -140,6 +140,7 @@ def test_many_images_take_several_launches(name: str, last: bool, monkeypatch: p
             plan = this.plan_for(problem)
             assert plan.workspace_bytes <= room
             launches.add(plan.images[0])
+            assert f", {plan.images[0]} launches," in str(plan)
             check("weight", problem, dtype, precision=precision, calls=1)
         assert len(launches) > 1
 
