@@ -153,21 +153,21 @@ def plan_correlate_wgmma(
         work = Work(*as_read(geometry, layout, tile.fold, tile.joined), dtype, precision, tile.fold, tile.joined)
         cost = work.typical_cost(tile, device)
         return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
-    joined = _groups_of_row(geometry, layout, dtype, precision)
-    shapes = [
-        Work(*as_read(geometry, layout, fold, count), dtype, precision, fold, count).shape
-        for fold, count in ((1, 1), (geometry.kernel[2], 1), (1, joined))
-        if fold == count == 1 or count > 1 or (fold > 1 and _can_fold(geometry, layout, dtype, precision))
-    ]
+    ways = [(1, 1)]  # taps along W that are channels, and groups that are one
+    if _can_fold(geometry, layout, dtype, precision):
+        ways.append((geometry.kernel[2], 1))
+    if (joined := _groups_of_row(geometry, layout, dtype, precision)) > 1:
+        ways.append((1, joined))
+    shapes = [Work(*as_read(geometry, layout, *way), dtype, precision, *way).shape for way in ways]
     g = geometry
     least = min(least_of_all(shape) / shape.joined for shape in shapes)
     least *= OTHERS * prod(g.x_extent) * g.groups * g.n
     if least > BOUND_ABOVE_COST * most:
         return Refusal("correlate_wgmma", f"cost at least {least:.3g} against {most:.3g}")
-    found = ((shape, choose_tile(shape, device)) for shape in shapes)
     # Groups that are joined are all boxed, and where they can be, no single group is.
-    of_joined = {shape: BOXED_COMPARED[1] / shape.joined if shape.joined > 1 else 1 for shape in shapes}
-    choices = [(*choice, choice[1] * of_joined[shape]) for shape, choice in found if choice is not None]
+    times = (BOXED_COMPARED[1] / shape.joined if shape.joined > 1 else 1 for shape in shapes)
+    found = (choose_tile(shape, device) for shape in shapes)
+    choices = [(*choice, choice[1] * of_way) for choice, of_way in zip(found, times, strict=True) if choice is not None]
     if not choices:
         reason = f"no box with its halo fits into {device.shared_bytes} bytes of shared memory"
         return Refusal("correlate_wgmma", reason)

@@ -38,10 +38,9 @@ from cuconvt.plan_weight_gradient_boxes import (
     WorkOnBoxes,
     shares,
 )
-from cuconvt.tensor_map import MAX_BOX, MAX_STEP, PLAIN_ROW, STRIDE_BYTES, TensorMap, reads, spans
+from cuconvt.tensor_map import ITEMSIZES, MAX_BOX, MAX_STEP, PLAIN_ROW, STRIDE_BYTES, TensorMap, reads, spans
 
 NAME = "weight_gradient_tma"
-NO_ROOM = "for want of room: "  # why images are taken in several launches
 MAX_LAUNCHES = 64
 MOST_CLOCKS = 1.3  # of a launch, relative to what it took with any number of sums
 ALIGNMENT = 1024  # of what copies bring
@@ -90,11 +89,8 @@ LONE_CLOCKS = 14  # of a step, where one worker has a multiprocessor alone
 # Of float32, with one part and two: clocks of a product's instructions, those from a product of a worker to the next
 # one with few fragments and with more, and what bounds add to each other (a norm's exponent).
 PRODUCT_CLOCKS, NEXT_CLOCKS, NORM = (29, 67), ((79, 57), (132, 132)), 6
-COLUMNS_CLOCKS, OF_LOADS, SHARED_CLOCKS = (
-    2.0,
-    16,
-    0.77,
-)  # of eight columns; of loads of a product's rows; of what is shared
+COLUMNS_CLOCKS = 2.0  # of eight columns of a product
+OF_LOADS, SHARED_CLOCKS = 16, 0.77  # shared memory's, of the loads of a product's rows; of each of its clocks
 MANY_REGISTERS = 56  # of a worker besides its sums, with which it has more fragments
 
 # The launches that tiles are chosen for, (N, D, H, W) by rank; for one and two axes D is the batch.
@@ -182,7 +178,7 @@ class Shape:
 
     @property
     def itemsize(self) -> int:
-        return 4 if self.parts else 2
+        return _itemsize(self.parts)
 
     @property
     def products(self) -> int:
@@ -229,7 +225,7 @@ class Sides(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry, layout: Layout, parts: int = 0) -> Sides:
-        g, itemsize = geometry, 4 if parts else 2
+        g, itemsize = geometry, _itemsize(parts)
         x, y = (
             Array((g.n, channels, *extent), strides)
             for channels, extent, strides in (
@@ -249,7 +245,7 @@ class Sides(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return 4 if self.parts else 2
+        return _itemsize(self.parts)
 
     def folded(self) -> Sides | None:
         """Return the same with the taps along W as channels of y, which follow each other where kernel = stride.
@@ -317,17 +313,19 @@ def turn_blocks(n: int, channels: int, extents: list[int], wide: bool, piece: in
     return _ceil_div(32 * warps, TURN_THREADS)
 
 
-def prepared(geometry: Geometry, layout: Layout, box: Ints, tile: Tile) -> Ints:
-    """Return the parameters of the kernel that turns an array, of x of float32."""
+def prepared(geometry: Geometry, layout: Layout, box: Ints, boxes: Ints, tiles: int, tile: Tile) -> Ints:
+    """Return the parameters of the kernel that turns arrays for x of float32, in such boxes and tiles of channels."""
     g, (of_n, of_channel, *of_axes) = geometry, layout.x
     strides = ((of_n, g.n), (of_channel, g.c_in), *zip(of_axes[:2], g.x_extent[:2], strict=True))
     distances = (*(stride for stride, extent in strides if extent > 1), g.x_extent[2])
     wide = layout.x_aligned and of_axes[2] == 1 and not any(distance % 4 for distance in distances)
-    boxes = tuple(_ceil_div(x, b) for x, b in zip(g.x_extent, box, strict=True))
-    tiles = g.groups * _ceil_div(g.c_in_per_group, tile.channels_in)
     blocks = _ceil_div(tiles * g.n * prod(boxes) * prod(box) // 8 * tile.channels_in, TURN_THREADS)
     of_x = g.n, g.c_in_per_group, *g.x_extent, *layout.x, 0
     return (*of_x, int(wide), g.groups, *box, *boxes, blocks)
+
+
+class NoRoom(Refusal):
+    """The workspace would be larger than it may be; with fewer images it may not."""
 
 
 def plan_weight_gradient_tma(
@@ -339,20 +337,16 @@ def plan_weight_gradient_tma(
     """
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal(NAME, reason)
-    refusal: Plan | Refusal = Refusal(NAME, "nothing to copy")
-    for launches in range(1, min(geometry.n, MAX_LAUNCHES) + 1):
-        if geometry.n % launches:
-            continue
-        images = dataclasses.replace(geometry, n=geometry.n // launches)
-        plan = _plan_images(images, dtype, layout, precision, device, tile)
-        if isinstance(plan, Plan):
-            return (
-                plan if launches == 1 else _in_launches(plan, launches, images, layout, 4 if dtype == "float32" else 2)
-            )
-        refusal = plan if launches == 1 else refusal
-        if not plan.reason.startswith(NO_ROOM):
+    whole = plan = _plan_images(geometry, dtype, layout, precision, device, tile)
+    for launches in range(2, min(geometry.n, MAX_LAUNCHES) + 1):
+        if not isinstance(plan, NoRoom):
             break
-    return refusal
+        if geometry.n % launches == 0:
+            images = dataclasses.replace(geometry, n=geometry.n // launches)
+            plan = _plan_images(images, dtype, layout, precision, device, tile)
+            if isinstance(plan, Plan):
+                return _in_launches(plan, launches, images, layout, ITEMSIZES[dtype])
+    return whole
 
 
 def _in_launches(plan: Plan, launches: int, images: Geometry, layout: Layout, itemsize: int) -> Plan:
@@ -383,7 +377,7 @@ def _plan_images(
     turned = of_x + of_y
     room = MAX_WORKSPACE_BYTES - turned
     if room < 0:
-        return Refusal(NAME, f"{NO_ROOM}turned arrays take {turned} bytes, more than {MAX_WORKSPACE_BYTES}")
+        return NoRoom(NAME, f"turned arrays take {turned} bytes, more than {MAX_WORKSPACE_BYTES}")
     choices = []
     for way in (sides, sides.folded()):
         if way is None or (tile is not None and tile.fold != way.fold):
@@ -397,19 +391,20 @@ def _plan_images(
         return Refusal(NAME, "no box with what its taps reach is one that is copied to shared memory")
     cost, sides, work, tile = min(choices, key=lambda choice: choice[0])
     g = sides.geometry
-    choice = work.best_launch(tile, g.n, g.x_extent, device, room)
-    free = work.best_launch(tile, g.n, g.x_extent, device, 2**63)
+    choice = free = work.best_launch(tile, g.n, g.x_extent, device, 2**63)
+    if free is not None and work.workspace_bytes(tile, g.n, g.x_extent, free) > room:
+        choice = work.best_launch(tile, g.n, g.x_extent, device, room)
     if choice is None or free is None:
-        return Refusal(NAME, f"{NO_ROOM}tiles of weights, or their boxes, are more than it counts or has room for")
+        return NoRoom(NAME, "tiles of weights, or their boxes, are more than it counts or has room for")
     if choice.clocks > MOST_CLOCKS * free.clocks:
-        return Refusal(NAME, f"{NO_ROOM}sums of blocks take {4 * tile.values} bytes each")
+        return NoRoom(NAME, f"sums of blocks take {4 * tile.values} bytes each")
     box, share, _ = choice
     boxes = tuple(-(-x // b) for x, b in zip(g.x_extent, box, strict=True))
     maps = work.maps(tile, box, dtype, sides)
     turn_x = sides.turn_x
     if sides.parts:
         of_x = work.prepared_bytes(tile, g.n * prod(boxes), prod(box))
-        turn_x = prepared(g, layout, box, tile)
+        turn_x = prepared(g, layout, box, boxes, work.prepared_tiles(tile), tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         *((("PRECISION", PRECISION_CODES[precision]),) if sides.parts else ()),
@@ -459,8 +454,7 @@ AFTER_PATCHES = 9  # numbers of ``struct Problem`` from its patches on
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
     if reason := refuse_tensor_cores(dtype, precision, device, wgmma=True):
         return reason
-    # A copy that starts at others is an illegal instruction.
-    copied = 4 if dtype == "float32" else 8
+    copied = STRIDE_BYTES // ITEMSIZES[dtype]  # a copy that starts at others is an illegal instruction
     per_group = geometry.c_in_per_group, geometry.c_out_per_group
     if geometry.groups > 1 and any(channels % copied for channels in per_group[dtype == "float32" :]):
         return f"copies start at multiples of {copied} channels, groups have {per_group[0]} and {per_group[1]}"
@@ -598,10 +592,18 @@ class Work(WorkOnBoxes[Tile]):
         """Return what so many positions of x take for a tile's channels: whole rows, as boxes have two runs or more."""
         return 4 * self.shape.parts * tile.channels_in * positions
 
+    def prepared_tiles(self, tile: Tile) -> int:
+        """Return how many tiles of channels all channels of x are."""
+        return self.shape.groups * _ceil_div(self.shape.c_in, tile.channels_in)
+
     def prepared_bytes(self, tile: Tile, boxes: int, positions: int) -> int:
-        """Return the same for all boxes and channels."""
-        tiles = self.shape.groups * _ceil_div(self.shape.c_in, tile.channels_in)
-        return tiles * boxes * self.prepared_bytes_of_box(tile, positions)
+        """Return what x takes in so many boxes of so many positions."""
+        return self.prepared_tiles(tile) * boxes * self.prepared_bytes_of_box(tile, positions)
+
+    def workspace_bytes(self, tile: Tile, n: int, extents: Ints, launch: Launch) -> int:
+        """Return what a launch's sums, and prepared x, take."""
+        x_bytes = self.prepared_bytes(tile, n * _count(extents, launch.box), prod(launch.box))
+        return 4 * tile.values * launch.share.slots + x_bytes
 
     def stages(self, tile: Tile, stage_bytes: int, device: Device) -> int:
         """Return how many boxes a block has room for; each reserves 1 KB on top of its own."""
@@ -632,8 +634,7 @@ class Work(WorkOnBoxes[Tile]):
         # Of each tile's channels all boxes, which are rows that follow each other.
         row_bytes, of_box = 4 * PLAIN_ROW, self.prepared_bytes_of_box(tile, prod(box))
         boxes = sides.geometry.n * _count(sides.geometry.x_extent, box)
-        tiles = self.prepared_bytes(tile, boxes, prod(box)) // (boxes * of_box)
-        extents = PLAIN_ROW, of_box // row_bytes, 1, boxes, tiles
+        extents = PLAIN_ROW, of_box // row_bytes, 1, boxes, self.prepared_tiles(tile)
         strides = row_bytes, of_box, of_box, boxes * of_box
         return TensorMap("float32", extents, strides, (extents[1], 1, 1), (1, 1, 1), PLAIN_ROW), y
 
@@ -700,9 +701,10 @@ class Work(WorkOnBoxes[Tile]):
     def turning_clocks(self) -> float:
         """Estimate a position's clocks of what is turned before: it is read and written."""
         s = self.shape
-        channels = (s.x_turned or (1 + s.parts) / 2 * (s.parts > 0)) * round_up(s.groups * s.c_in, 8)
-        channels += s.y_turned * round_up(s.groups * s.c_out, 8) * prod(s.stride)
-        return 2 * s.itemsize * channels / self.rates.turned_bytes
+        written = s.parts or s.x_turned  # of x, once or in two parts
+        numbers = (1 + written if written else 0) * round_up(s.groups * s.c_in, 8)
+        numbers += 2 * s.y_turned * round_up(s.groups * s.c_out, 8) * prod(s.stride)
+        return s.itemsize * numbers / self.rates.turned_bytes
 
     def compared(self) -> float:
         """Return the cost that is compared with other kernels', relative to the estimated time."""
@@ -851,6 +853,10 @@ def _taps_of(kernel: int, stride: int, dilation: int, most: int) -> list[tuple[i
     """Return the taps of a tile along an axis, and how far they are apart, as they read elements with one remainder."""
     step = stride // gcd(stride, dilation)
     return [(share, step) for share in shares(-(-kernel // step), most)]
+
+
+def _itemsize(parts: int) -> int:
+    return 4 if parts else 2
 
 
 def _norm(*clocks: float) -> float:

@@ -80,41 +80,28 @@ class HostGradients:
 
     def weight_gradient(self, x: Any, y: Any, geometry: Geometry, out: Any) -> None:
         plan = self._plan(geometry, x.dtype.name, Layout.of(x, out, None, y))
-        if plan.images:
-            self._by_images(plan, x, y, out)
-            return
-        inputs = self._turned(plan, Argument.array("x", INPUT, x), Argument.array("y", INPUT, y))
-        # Kernels that take maps of arrays find these behind all arguments.
-        maps = [boxes_of(of_one, 4 + i, "xy"[i]) for i, of_one in enumerate(plan.maps)]
-        first, behind = (maps, inputs) if maps else (inputs, [])
-        result = Argument.array("out", OUTPUT, out)
-        if not plan.sums:
-            arrays = [*first, Argument("parts", ABSENT), result]
-            self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, behind)
-            return
-        size = min(place for place in (plan.workspace_bytes, *plan.turned) if place >= 0)
-        parts = np.empty(size, np.uint8).view(np.float64 if x.dtype == np.float64 else np.float32)
-        arrays = [*first, written_slots(plan, Argument.array("parts", OUTPUT, parts))]
-        arrays += [] if plan.maps else [Argument("out", ABSENT)]
-        self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, behind)
-        arrays = [Argument.array("parts", OF_KERNEL_BEFORE, parts), result]
-        self._launch(plan, f"{plan.kernel}_add", sum_blocks(plan, x.dtype.name), SUM_THREADS, 0, arrays)
-
-    def _by_images(self, plan: Plan, x: Any, y: Any, out: Any) -> None:
-        launches, *steps = plan.images
+        launches, *steps = plan.images or (1, 0, 0)
         count = len(x) // launches
-        assert [array[:1].strides[0] * count for array in (x, y)] == steps
-        parts = np.empty(min(place for place in (plan.workspace_bytes, *plan.turned) if place >= 0) // 4, np.float32)
+        assert launches == 1 or [array[:1].strides[0] * count for array in (x, y)] == steps
+        result = Argument.array("out", OUTPUT, out)
+        size = min(place for place in (plan.workspace_bytes, *plan.turned) if place >= 0) if plan.sums else 0
+        parts = np.empty(size, np.uint8).view(np.float64 if x.dtype == np.float64 else np.float32)
         for i in range(launches):
-            images = (array[i * count : (i + 1) * count] for array in (x, y))
-            inputs = self._turned(plan, *(Argument.array(*of) for of in zip("xy", (INPUT, INPUT), images, strict=True)))
+            images = (Argument.array(name, INPUT, a[i * count : (i + 1) * count]) for name, a in (("x", x), ("y", y)))
+            inputs = self._turned(plan, *images)
+            # Kernels that take maps of arrays find these behind all arguments.
             maps = [boxes_of(of_one, 4 + i, "xy"[i]) for i, of_one in enumerate(plan.maps)]
-            arrays = [*maps, written_slots(plan, Argument.array("parts", CONTINUED if i else OUTPUT, parts))]
-            problem = plan.problem_of_next if i else plan.problem
-            last = Argument("problem", VALUE, struct_of(problem).tobytes())
-            self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, inputs, last)
-        arrays = [Argument.array("parts", OF_KERNEL_BEFORE, parts), Argument.array("out", OUTPUT, out)]
-        self._launch(plan, f"{plan.kernel}_add", sum_blocks(plan, x.dtype.name), SUM_THREADS, 0, arrays)
+            arrays, behind = (maps, inputs) if maps else (inputs, [])
+            if plan.sums:
+                arrays = [*arrays, written_slots(plan, Argument.array("parts", CONTINUED if i else OUTPUT, parts))]
+                arrays += [] if plan.maps else [Argument("out", ABSENT)]
+            else:
+                arrays = [*arrays, Argument("parts", ABSENT), result]
+            problem = Argument("problem", VALUE, struct_of(plan.problem_of_next if i else plan.problem).tobytes())
+            self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, behind, problem)
+        if plan.sums:
+            arrays = [Argument.array("parts", OF_KERNEL_BEFORE, parts), result]
+            self._launch(plan, f"{plan.kernel}_add", sum_blocks(plan, x.dtype.name), SUM_THREADS, 0, arrays)
 
     def _turned(self, plan: Plan, x: Argument, y: Argument) -> list[Argument]:
         """Return x and y, or channels-last copies where the plan has them made."""

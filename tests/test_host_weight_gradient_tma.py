@@ -21,7 +21,7 @@ from test_host_faults import IN_USE, UNWRITTEN, VALUES, plant
 from test_plan import problem_of
 
 import cuconvt
-from cuconvt import plan_weight_gradient_tma as plan_weight_gradient_tma_module
+from cuconvt import plan_weight_gradient_tma as planner
 from cuconvt.plan import Device, Plan, Refusal
 from cuconvt.plan_weight_gradient_tma import (
     COPIER_REGISTERS,
@@ -136,7 +136,7 @@ def test_many_images_take_several_launches(name: str, last: bool, monkeypatch: p
         launches = set()
         for share in (1.4, 2, 3):
             room = int(4 * tile.values * share_of(whole).tiles + turned / share)
-            monkeypatch.setattr(plan_weight_gradient_tma_module, "MAX_WORKSPACE_BYTES", room)
+            monkeypatch.setattr(planner, "MAX_WORKSPACE_BYTES", room)
             plan = this.plan_for(problem)
             assert plan.workspace_bytes <= room
             launches.add(plan.images[0])
