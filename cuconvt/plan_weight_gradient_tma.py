@@ -102,7 +102,8 @@ TYPICAL = {
 # The cost that is compared with other kernels', relative to the estimated time, which has the sums of launches that are
 # not large, as theirs do not. Such that it is chosen where it took less time, in rows (turned) for most of 17 problems.
 COMPARED, COMPARED_OF_TURNED = 0.85, 0.6
-COMPARED_OF_FLOAT32 = ((0.42, 0.68), (0.72, 0.81))  # by whether y is turned, and parts; of 104 problems
+COMPARED_OF_FLOAT32 = ((0.64, 0.68), (0.72, 0.81))  # by whether y is turned, and parts; of 104 problems
+COMPARED_OF_GROUPS = 1.0  # the same in TF32, channels-last
 PARTS = {"tf32": 1, "tf32x3": 2}
 
 
@@ -710,7 +711,8 @@ class Work(WorkOnBoxes[Tile]):
         """Return the cost that is compared with other kernels', relative to the estimated time."""
         s = self.shape
         if s.parts:
-            return COMPARED_OF_FLOAT32[s.y_turned][s.parts - 1]
+            alone = s.groups == 1 or s.y_turned or s.parts > 1
+            return COMPARED_OF_FLOAT32[s.y_turned][s.parts - 1] if alone else COMPARED_OF_GROUPS
         return COMPARED_OF_TURNED if s.x_turned or s.y_turned else COMPARED
 
     def memory_clocks(self) -> float:

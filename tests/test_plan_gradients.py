@@ -134,6 +134,19 @@ def test_choice(operation: str, problem: Problem, dtype: str, precision: str | N
     assert plan.refused
 
 
+@pytest.mark.parametrize(
+    ("problem", "kernel"),
+    [
+        (FIXED["kb73"], "weight_gradient_gemm"),
+        (case((4, 64, 32, 32, 32), 64, 3, 2, 1, groups=8), "weight_gradient_gemm"),
+        (FIXED["gan_3d"], "weight_gradient_tma"),
+    ],
+)
+def test_choice_with_groups_channels_last(problem: Problem, kernel: str) -> None:
+    """Boxes of a group's few channels take longer than copies of pieces, as measured."""
+    assert plan_of("weight_gradient", problem, precision="tf32", last=True).kernel == kernel
+
+
 def test_refusals_say_why() -> None:
     geometry = geometry_of(FIXED["kb61"])
     for family, dtype, device, reason in (
