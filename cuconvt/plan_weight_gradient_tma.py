@@ -711,8 +711,9 @@ class Work(WorkOnBoxes[Tile]):
         """Return the cost that is compared with other kernels', relative to the estimated time."""
         s = self.shape
         if s.parts:
-            alone = s.groups == 1 or s.y_turned or s.parts > 1
-            return COMPARED_OF_FLOAT32[s.y_turned][s.parts - 1] if alone else COMPARED_OF_GROUPS
+            if s.groups > 1 and s.parts == 1 and not s.y_turned:
+                return COMPARED_OF_GROUPS
+            return COMPARED_OF_FLOAT32[s.y_turned][s.parts - 1]
         return COMPARED_OF_TURNED if s.x_turned or s.y_turned else COMPARED
 
     def memory_clocks(self) -> float:
