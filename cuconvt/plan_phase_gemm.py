@@ -29,7 +29,8 @@ from cuconvt.plan import (
 PRECISION_CODES = {None: 0, "tf32": 1, "tf32x3": 3}
 ROW = 8  # positions along W that stay together
 MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
-MAX_STRIDE_W = 8  # phases whose accumulators a thread can hold
+MAX_STRIDE_W = 16  # phases whose accumulators a thread can hold
+MANY_PHASES = 8
 # The tiles to choose from: warps of a block along D, H and W, by rank (eight of them where shared memory holds a single
 # block), and the other macros of the kernel.
 WARPS = {
@@ -259,6 +260,9 @@ class _Work:
         ahead = tile.k_steps if self.itemsize == 2 else 1  # steps that are unrolled and loaded together
         # The compiler for data-centre Blackwell keeps more of what channels-last results need.
         more = 16 if self.compute_capability // 10 == 10 and self.out_channels_last and ahead > 1 else 0
+        # And of many phases, whatever these results are.
+        if self.compute_capability // 10 == 10 and ahead > 1 and self.geometry.stride[2] > MANY_PHASES:
+            more += 24
         return accumulators + operands * ahead + 64 + more
 
     def blocks(self, tile: Tile, device: Device) -> int:

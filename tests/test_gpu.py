@@ -166,6 +166,22 @@ def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: 
     check(DISJOINT[name], dtype, cupy, precision)
 
 
+# Vocoders' large strides: up to 16 phases along W.
+MANY_PHASES = {
+    "by_ten": case((2, 48, 133), 40, 20, 10, padding=5, has_bias=True),
+    "by_sixteen": case((2, 32, 70), 24, 32, 16, padding=8),
+    "by_twelve": case((2, 40, 5, 41), 17, (3, 12), (2, 12), padding=(1, 0)),
+    "by_eleven_apart": case((2, 16, 3, 37), 32, (2, 7), (1, 11), padding=(0, 3), dilation=(1, 2)),
+}
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", MANY_PHASES)
+def test_many_phases(cupy: Any, name: str, layout: str, dtype: str, precision: str | None) -> None:
+    check(dataclasses.replace(MANY_PHASES[name], x_layout=layout, out_layout=layout), dtype, cupy, precision)
+
+
 # Rows of few channels a group whose 16-bit results leave a block a box at a time: of even and odd lengths, in several
 # boxes along every axis, with and without 16 bytes of x that can be fetched at once.
 BOXED = {

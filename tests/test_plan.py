@@ -388,7 +388,7 @@ def gemm_or_refusal(
         ("kb61", "float64", None, DEVICES[90], "computes in float16, bfloat16 and TF32, not in float64"),
         ("kb61", "float32", "ieee", DEVICES[90], "computes in float16, bfloat16 and TF32, not in ieee"),
         (case((1, 8, 9), 8, 33), "float16", None, DEVICES[90], "unrolls at most 32 taps along W, got 33"),
-        (case((1, 8, 9), 8, 3, 9), "float16", None, DEVICES[90], "holds at most 8 phases along W, got stride 9"),
+        (case((1, 8, 9), 8, 3, 17), "float16", None, DEVICES[90], "holds at most 16 phases along W, got stride 17"),
         (
             case((1, 8, 9, 9), 8, 3, dilation=(4000, 1)),
             "float32",
@@ -529,7 +529,7 @@ def test_wgmma_is_for_hopper_alone(arch: int) -> None:
         (FIXED["kb61"], "float64", None, "computes in float16, bfloat16 and TF32, not in float64"),
         (FIXED["kb61"], "float32", "ieee", "computes in float16, bfloat16 and TF32, not in ieee"),
         (case((1, 8, 9), 8, 33), "float16", None, "unrolls at most 32 taps along W, got 33"),
-        (case((1, 8, 9), 8, 3, 9), "float16", None, "holds at most 8 phases along W, got stride 9"),
+        (case((1, 8, 9), 8, 3, 17), "float16", None, "holds at most 16 phases along W, got stride 17"),
         (
             case((1, 8, 9, 9), 8, 3, dilation=(4000, 1)),
             "float32",

@@ -25,6 +25,7 @@ from cuconvt import plan_weight_gradient_wgmma as wgmma
 from cuconvt.plan import Plan
 from cuconvt.plan_correlate_narrow import plan_correlate_narrow
 from cuconvt.plan_narrow_groups import plan_narrow_groups
+from cuconvt.plan_phase_gemm import plan_phase_gemm
 from cuconvt.plan_weight_gradient import make_weight_gradient_plan
 
 nvrtc = pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed").cuda.nvrtc
@@ -124,6 +125,20 @@ def test_two_narrow_groups_do_not_spill(arch: int) -> None:
         assert isinstance(plan, Plan)
         assert dict(plan.defines)["GROUPS"] == 2
         assert_sound(plan, arch)
+
+
+# More than eight phases along W have spilled registers on data-centre Blackwell.
+@pytest.mark.parametrize(
+    ("problem", "last"),
+    [(case((1, 32, 9), 16, 20, 10), False), (case((1, 64, 9, 9), 8, (3, 32), (2, 16)), True)],
+    ids=["by-ten", "by-sixteen"],
+)
+def test_many_phases_do_not_spill(problem: Problem, last: bool) -> None:
+    skip_if_unknown(100)
+    geometry = geometry_of(problem)
+    plan = plan_phase_gemm(geometry, "float16", layout_of(geometry, last), None, DEVICES[100])
+    assert isinstance(plan, Plan)
+    assert_sound(plan, 100)
 
 
 # Compilers for newer architectures have crashed on how rows of one channel are staged, and spilled registers where a
