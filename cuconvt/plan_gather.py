@@ -29,6 +29,8 @@ LANES = 64  # of a multiprocessor's 128, what this kernel keeps busy (half of it
 INSTRUCTIONS_AN_OUTPUT = (
     75  # to turn and store it, waiting included: fitted to depthwise and 8-channel cases on an H200
 )
+FEW, MANY = 4, 24  # channels of the result, and of x
+MANY_TO_FEW = 2.2  # how much longer many channels to few take than the rest of the estimate says
 MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
 MAX_PHASES_A_THREAD = 16
 THREADS_A_MULTIPROCESSOR = 384  # at most 168 registers a thread, so that accumulators stay in registers
@@ -162,7 +164,8 @@ def _cost_a_position(geometry: Geometry, tile: Tile) -> float:
     passes = prod(1 if whole else kernel for whole, kernel in zip(tile.halo, geometry.kernel, strict=True))
     staging = 20 * staged * passes * geometry.stride[0] * geometry.stride[1]
     epilogue = INSTRUCTIONS_AN_OUTPUT * prod(geometry.stride) * tile.box_c
-    return tiles_c * (geometry.c_in_per_group * (arithmetic + staging) + epilogue)
+    slower = MANY_TO_FEW if geometry.c_in_per_group >= MANY and geometry.c_out_per_group <= FEW else 1
+    return slower * tiles_c * (geometry.c_in_per_group * (arithmetic + staging) + epilogue)
 
 
 def _staged_box(geometry: Geometry, tile: Tile) -> tuple[int, int, int]:

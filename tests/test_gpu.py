@@ -166,6 +166,26 @@ def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: 
     check(DISJOINT[name], dtype, cupy, precision)
 
 
+# The last layers of generators and decoders: few results of many channels.
+FEW_OF_MANY = {
+    "image": case((3, 64, 19, 33), 3, 4, 2, padding=1, has_bias=True),
+    "volume": case((2, 32, 9, 11, 17), 1, 3, 2, padding=1, output_padding=1),
+    "row": case((4, 64, 515), 2, 8, 4, padding=2),
+    "upscaling": case((2, 56, 21, 40), 1, 9, 3, padding=4, output_padding=2),
+    "some": case((2, 8, 21, 40), 3, 3, padding=1, has_bias=True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", FEW_OF_MANY)
+def test_few_results_of_many_channels(cupy: Any, name: str, layout: str, dtype: str) -> None:
+    problem = dataclasses.replace(FEW_OF_MANY[name], x_layout=layout, out_layout=layout)
+    check(problem, dtype, cupy)
+    if dtype == "float32":
+        check(problem, dtype, cupy, "tf32")
+
+
 # Vocoders' large strides: up to 16 phases along W.
 MANY_PHASES = {
     "by_ten": case((2, 48, 133), 40, 20, 10, padding=5, has_bias=True),

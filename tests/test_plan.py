@@ -601,6 +601,21 @@ def test_fast_tiles_are_not_thought_to_spill(problem: Problem, kind: Kind, field
 # ---- kernel = stride ----------------------------------------------------------------------------------------------
 
 
+# Last layers of generators and decoders: where many channels become few, threads that walk over them are too few.
+@pytest.mark.parametrize(
+    ("problem", "last", "kernels"),
+    [
+        (case((8, 128, 128, 128), 3, 4, 2, padding=1), False, ("phase_gemm", "phase_wgmma")),
+        (case((64, 64, 32, 32), 3, 4, 2, padding=1), True, ("phase_gemm", "phase_wgmma")),
+        (case((2, 32, 64, 64, 64), 1, 3, 2, padding=1, output_padding=1), False, ("few_channels",)),
+        (case((2, 32, 64, 64, 64), 1, 3, 2, padding=1, output_padding=1), True, ("phase_wgmma",)),
+        (case((8, 3, 128, 128), 1, 4, 2, padding=1), False, ("few_channels",)),
+    ],
+)
+def test_few_results_of_many_channels(problem: Problem, last: bool, kernels: tuple[str, ...]) -> None:
+    assert plan_of(problem, last=last).kernel in kernels
+
+
 def disjoint_or_refusal(
     problem: Problem, kind: Kind = ("float16", None), device: Device = DEVICES[90], last: bool = False, **changed: Any
 ) -> Plan | Refusal:
