@@ -18,6 +18,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.launch import can_start_early
 from cuconvt.plan import Device, Layout, Plan, make_plan, problem_struct
 from cuconvt.plan_search import kept_in
+from cuconvt.plan_single import without_steps
 from cuconvt.tuned import tuned_plan
 from cuconvt.warm import ALIGNMENT
 
@@ -105,6 +106,7 @@ def _prepare(geometry: Geometry, dtype: str, layout: Layout, precision: str | No
 
 def choose_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Plan:
     """Return the plan that a call uses: the one that tuning found, if it did for this problem, else the planner's."""
+    geometry, layout = without_steps(geometry, layout)
     plan = tuned_plan(geometry, dtype, layout, precision, device)
     return plan or make_plan(geometry, dtype, layout, precision, device)
 

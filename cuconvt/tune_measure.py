@@ -21,6 +21,7 @@ from cuconvt.bench.timing import Run, Timer
 from cuconvt.compile import architecture
 from cuconvt.cuda import Launch, device_properties, prepare
 from cuconvt.plan import Device, Layout, Plan, make_plan
+from cuconvt.plan_single import without_steps
 from cuconvt.tune_compile import Job, compile_all
 from cuconvt.tune_outcome import SHOWN, Outcome, Problem, describe_tile
 from cuconvt.tuned import FAMILIES, key_of
@@ -77,7 +78,8 @@ def _enter(problem: Problem, limit: int, device: Device) -> Entry | Outcome:
     except OutOfMemoryError as error:
         return Outcome(problem, device.name, trouble=f"not measured: {error}")
     precision = problem.precision
-    arguments = (problem.case.geometry, precision.dtype, Layout.of(*arrays), precision.mode, device)
+    geometry, layout = without_steps(problem.case.geometry, Layout.of(*arrays))
+    arguments = (geometry, precision.dtype, layout, precision.mode, device)
     planner = make_plan(*arguments)
     found = (plan for family in FAMILIES.values() for plan in family.candidates(*arguments))
     others = sorted((plan for plan in found if plan != planner), key=lambda plan: plan.cost)

@@ -166,6 +166,25 @@ def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: 
     check(DISJOINT[name], dtype, cupy, precision)
 
 
+# A single position, as in a generator's first layer: planned as kernel = stride, whatever its stride is.
+SINGLE = {
+    "volume": case((5, 40, 1, 1, 1), 48, 4, has_bias=True),
+    "volume_of_many": case((3, 200, 1, 1, 1), 32, 4, stride=2),
+    "image": case((9, 96, 1, 1), 64, 4, x_layout="channels_last", out_layout="channels_last"),
+    "grouped": case((2, 24, 1, 1, 1), 36, (2, 3, 4), groups=3, weight_layout="channels_last", has_bias=True),
+    "row": case((70, 17, 1), 33, 7),
+    "gaps": case((3, 20, 1, 1, 1), 12, (3, 4, 5), x_layout="cropped", out_layout="cropped"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_position(cupy: Any, name: str, dtype: str) -> None:
+    check(SINGLE[name], dtype, cupy)
+    if dtype == "float32":
+        check(SINGLE[name], dtype, cupy, "tf32")
+
+
 # The last layers of generators and decoders: few results of many channels.
 FEW_OF_MANY = {
     "image": case((3, 64, 19, 33), 3, 4, 2, padding=1, has_bias=True),
