@@ -35,7 +35,7 @@ MAX_REGISTERS = 255  # of a thread
 CHAIN = 2  # steps of 3xTF32 that the tensor core adds up, as in the kernel
 BARRIER_BYTES = 128
 MAX_SUMS = 64  # of a thread
-MAX_STEPS = 24
+MAX_STEPS = {2: 24, 4: 32}  # by the bytes of an element
 
 # Of an H200's multiprocessor, fitted to all tiles of 54 problems.
 SHARED_BYTES_A_CLOCK = 128
@@ -314,7 +314,7 @@ def tiles(work: Work, device: Device) -> Iterator[Tile]:
     s = work.shape
     eights = -(-s.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
-    if work.steps > MAX_STEPS:
+    if work.steps > MAX_STEPS[s.itemsize]:
         return
     for (workers, blocks), tiles_m, tiles_c, ahead in itertools.product(
         SHARES, (1, 2), tiles_of_channels, (True, False)

@@ -653,10 +653,16 @@ def disjoint_or_refusal(
             "has all taps along W in one wgmma, at most 24, got 25",
         ),
         (
-            case((1, 512, 9, 9), 8, 2, 2),
+            case((1, 257, 9, 9), 8, 2, 2),
             ("float32", "tf32"),
             90,
-            "holds all channels of a position in registers, got 512",
+            "holds all channels of a position in registers, got 257",
+        ),
+        (
+            case((1, 385, 9, 9), 8, 2, 2),
+            ("float16", None),
+            90,
+            "holds all channels of a position in registers, got 385",
         ),
         (
             case((2**20, 8, 2**13, 2**13, 1), 8, 1),
@@ -668,6 +674,11 @@ def disjoint_or_refusal(
 )
 def test_refusals_of_disjoint(problem: Problem, kind: Kind, arch: int, reason: str) -> None:
     assert disjoint_or_refusal(problem, kind, DEVICES[arch]) == Refusal("disjoint", reason)
+
+
+def test_as_many_channels_as_registers_hold_are_served() -> None:
+    assert isinstance(disjoint_or_refusal(case((1, 256, 9, 9), 8, 2, 2), ("float32", "tf32")), Plan)
+    assert isinstance(disjoint_or_refusal(case((1, 384, 9, 9), 8, 2, 2), ("float16", None)), Plan)
 
 
 def test_a_tap_may_have_any_dilation() -> None:
