@@ -173,7 +173,7 @@ def parts_of(boxes: int, tiles: int, tile_bytes: int, device: Device, blocks: in
 def sum_blocks(plan: Plan, dtype: str) -> int:
     """Return the blocks of the second pass of a plan that has one."""
     if plan.sums_a_block:
-        return plan.sums // plan.sums_a_block
+        return -(-plan.sums // plan.sums_a_block)
     parts = plan.workspace_bytes // (plan.sums * (8 if dtype == "float64" else 4))
     slices = next(n for n in (1, 2, 4, MAX_SLICES) if n == MAX_SLICES or n * PARTS_OF_SLICE >= parts)
     return -(-plan.sums // (SUM_THREADS // slices))

@@ -54,6 +54,7 @@ MAX_TAPS = 4, 4, 8  # of a tile along D, H, W
 MAX_UNITS = 12  # of a worker
 MAX_IDLE = {64: 1.3, 16: 1.5}  # rows of all units, relative to those of use, by rows that have one tap
 SUMS_OF_PATCH = 128  # of each tap, that a block of the second pass adds
+WARPS_THAT_ADD = 8  # of such a block
 TURN_THREADS = 256
 # Workers of a block, in warpgroups, and blocks on a multiprocessor.
 KINDS = ((2, 1), (1, 2), (1, 1), (3, 1))
@@ -421,7 +422,8 @@ def _plan_images(
         ("COPIER_REGISTERS", COPIER_REGISTERS),
     )
     patches = work.tiles_of_channels(tile) * tile.tiles_m * tile.rows // 16 * tile.tiles_n
-    in_order = share.parts <= FEW_PARTS and patches >= device.multiprocessors // 2 and work.adds_in_order(tile)
+    blocks = -(-patches // work.patches_together())
+    in_order = share.parts <= FEW_PARTS and blocks >= device.multiprocessors // 2 and work.adds_in_order(tile)
     stages = work.stages(tile, work.stage_bytes(tile, box), device)
     parts_bytes = 4 * tile.values * share.slots
     turned_x = parts_bytes if turn_x else -1
@@ -439,7 +441,7 @@ def _plan_images(
         cost=work.compared() * (cost + work.turning_clocks()) * g.n * prod(g.x_extent),
         workspace_bytes=parts_bytes + of_x + of_y,
         sums=patches * SUMS_OF_PATCH * prod(g.kernel),
-        sums_a_block=SUMS_OF_PATCH * (prod(g.kernel) if in_order else 1),
+        sums_a_block=SUMS_OF_PATCH * (prod(g.kernel) * work.patches_together() if in_order else 1),
         maps=maps,
         turned=(turned_x, turned_y) if any(turns) else (),
         turns=tuple(number for turn in turns for number in (turn or (0,) * TURN_FIELDS)) if any(turns) else (),
@@ -553,6 +555,11 @@ class Work(WorkOnBoxes[Tile]):
         """Whether a block of the second pass has room for all taps of its channels, as the kernel decides."""
         of_x, of_y = (16, 8) if tile.rows_of_x else (8, 16)
         return 4 * of_x * (of_y * (prod(self.shape.kernel) | 1) + 4) <= MAX_BYTES_OF_SUMS
+
+    def patches_together(self) -> int:
+        """Return the patches of a block of the second pass that has all taps: several keep its warps busy with few."""
+        taps = prod(self.shape.kernel)
+        return _ceil_div(2 * WARPS_THAT_ADD, taps) if taps < WARPS_THAT_ADD else 1
 
     def tiles_of_channels(self, tile: Tile) -> int:
         s = self.shape

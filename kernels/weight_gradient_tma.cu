@@ -536,8 +536,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
 // ---- the kernel that adds the parts ----------------------------------------------------------------------------------
 // A block adds up a patch of 16 rows and eight columns, of which a lane has four sums. Of few parts of many patches it has all taps
-// of its patch, puts them in shared memory, and writes them in the order of the weights. Else it has one tap, and its warps share
-// the parts.
+// of its patch, or of several where taps are few, puts them in shared memory, and writes them in the order of the weights. Else it
+// has one tap, and its warps share the parts.
 
 constexpr int MAX_BYTES_OF_SUMS = 40 * 1024, WARPS = SUM_THREADS / 32;
 constexpr int ALL_TAPS = KERNEL_D * KERNEL_H * KERNEL_W, PATCHES = TILES_M * SIXTEENS * TILES_N;  // of a tile
@@ -545,6 +545,7 @@ constexpr int OF_X = ROWS_OF_X ? 16 : 8, OF_Y = 128 / OF_X;                     
 // Weights in shared memory: channels of y are an odd number of words apart, and neighbours in a warp lie in different banks.
 constexpr int NEXT_Y = ALL_TAPS | 1, NEXT_X = OF_Y * NEXT_Y + 4, RUN = OF_Y * ALL_TAPS;
 constexpr bool IN_ORDER = OF_X * NEXT_X * 4 <= MAX_BYTES_OF_SUMS;
+constexpr int TOGETHER = ALL_TAPS < WARPS ? ceil_div(2 * WARPS, ALL_TAPS) : 1;  // patches of a block that has all taps
 
 __device__ __forceinline__ void add(Four& sum, const Four& more) {
 #pragma unroll
@@ -588,29 +589,50 @@ __device__ __forceinline__ Ahead weight_of_lane(int sum) {
     return {ROWS_OF_X ? row : column, ROWS_OF_X ? column : row, 0, 0, 0};
 }
 
+// Writes AT_ONCE weights at a time, of all patches of the block: each has RUN of them in memory for a channel of x.
+template <int AT_ONCE>
+__device__ __forceinline__ void store_runs(const float* sums, const Weight (&first)[TOGETHER], int count, Stored* out, const Problem& p) {
+    constexpr int OF_PATCH = OF_X * RUN / AT_ONCE;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < count * OF_PATCH; i += SUM_THREADS) {
+        const int patch = i / OF_PATCH, ci = i % OF_PATCH / (RUN / AT_ONCE), place = i % (RUN / AT_ONCE) * AT_ONCE;
+        const Weight& mine = first[patch];
+        if (mine.ci + ci >= p.c_in || mine.co + place / ALL_TAPS >= p.c_out) continue;
+        const float* const from = sums + (patch * OF_X + ci) * NEXT_X + place;
+        Pack<float, AT_ONCE> values;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) values.value[j] = from[(place + j) / ALL_TAPS * (NEXT_Y - ALL_TAPS) + j];
+        store_vector(values, out + mine.offset(p) + ci * p.weight_stride[0] + place);
+    }
+}
+
 __device__ __forceinline__ void add_in_order(const Four* parts, Stored* out, const Problem& p) {
-    constexpr int AT_ONCE = ALL_TAPS > 3 * WARPS ? 4 : ceil_div(ALL_TAPS, WARPS);
-    __shared__ float sums[IN_ORDER ? OF_X * NEXT_X : 1];
-    __shared__ Sums of_taps[IN_ORDER ? ALL_TAPS : 1];
-    __shared__ Weight first;
+    constexpr int UNITS_OF_SUM = TOGETHER * ALL_TAPS;  // a patch's sums of one tap
+    constexpr int AT_ONCE = UNITS_OF_SUM > 3 * WARPS ? 4 : ceil_div(UNITS_OF_SUM, WARPS);
+    __shared__ float sums[IN_ORDER ? TOGETHER * OF_X * NEXT_X : 1];
+    __shared__ Sums of_units[IN_ORDER ? UNITS_OF_SUM : 1];
+    __shared__ Weight first[TOGETHER];
     const Shares shares(p);
-    const Patch patch(blockIdx.x);
-    for (int tap = (int)threadIdx.x; tap < ALL_TAPS; tap += SUM_THREADS) of_taps[tap] = sums_of(patch, tap, shares);
-    if (threadIdx.x == SUM_THREADS - 1) first = patch.first(p);
+    const unsigned number = blockIdx.x * TOGETHER;
+    const int patches = (int)min(shares.tiles / TILES_OF_TAPS * PATCHES - number, (unsigned)TOGETHER);
+    for (int i = (int)threadIdx.x; i < patches * ALL_TAPS; i += SUM_THREADS)
+        of_units[i] = sums_of(Patch(number + i / ALL_TAPS), i % ALL_TAPS, shares);
+    const int last = SUM_THREADS - 1 - (int)threadIdx.x;  // whose warp has no units, if they are few
+    if (last < patches) first[last] = Patch(number + last).first(p);
     __syncthreads();
     const unsigned next = shares.tiles * (unsigned)(VALUES / 4);  // from part to part of blocks that have a tile alone
-    const int lane = (int)threadIdx.x % 32;
+    const int lane = (int)threadIdx.x % 32, units = patches * ALL_TAPS;
     wait_for_kernel_before();
 #pragma unroll 1
-    for (int tap = (int)threadIdx.x / 32; tap < ALL_TAPS; tap += AT_ONCE * WARPS) {
+    for (int unit = (int)threadIdx.x / 32; unit < units; unit += AT_ONCE * WARPS) {
         const Four *whole[AT_ONCE], *rest[AT_ONCE];
         Four sum[AT_ONCE];
         int count[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const Sums from = of_taps[min(tap + i * WARPS, ALL_TAPS - 1)];
+            const Sums from = of_units[min(unit + i * WARPS, units - 1)];
             whole[i] = parts + from.whole + lane, rest[i] = parts + from.rest + lane;
-            count[i] = tap + i * WARPS < ALL_TAPS ? from.parts_of_rest : -1;
+            count[i] = unit + i * WARPS < units ? from.parts_of_rest : -1;
             sum[i] = {{0, 0, 0, 0}};
         }
 #pragma unroll 2
@@ -628,35 +650,36 @@ __device__ __forceinline__ void add_in_order(const Four* parts, Stored* out, con
                 if (part < count[i]) add(sum[i], rest[i][part * (VALUES / 4)]);
         }
 #pragma unroll
-        for (int i = 0; i < 4 * AT_ONCE; ++i) {
-            const Ahead at = weight_of_lane(i % 4);
-            if (count[i / 4] >= 0) sums[at.ci * NEXT_X + at.co * NEXT_Y + tap + i / 4 * WARPS] = sum[i / 4].value[i % 4];
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int patch = (unit + i * WARPS) / ALL_TAPS, tap = (unit + i * WARPS) % ALL_TAPS;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const Ahead at = weight_of_lane(k);
+                if (count[i] >= 0) sums[(patch * OF_X + at.ci) * NEXT_X + at.co * NEXT_Y + tap] = sum[i].value[k];
+            }
         }
     }
     __syncthreads();
 
-    const Weight mine = first;
-    const int left_in = min((int)p.c_in - mine.ci, OF_X), left_out = min((int)p.c_out - mine.co, OF_Y);
-    const bool follow = p.weight_stride[4] == 1 && p.weight_stride[3] == KERNEL_W && p.weight_stride[2] == KERNEL_H * KERNEL_W &&
-                        p.weight_stride[1] == ALL_TAPS && FOLD == 1;
-    Stored* const to = out + mine.offset(p);
-    // Two at a time, where they are stored at once.
-    if (follow && left_out * ALL_TAPS % 2 == 0 && p.weight_stride[0] % 2 == 0 && (size_t)to % (2 * sizeof(Stored)) == 0) {
-#pragma unroll 2
-        for (int at = 2 * (int)threadIdx.x; at < left_in * RUN; at += 2 * SUM_THREADS) {
-            const int ci = at / RUN, place = at % RUN, co = place / ALL_TAPS, next_co = (place + 1) / ALL_TAPS;
-            if (co >= left_out) continue;
-            const float* const from = sums + ci * NEXT_X + place;
-            const Pack<float, 2> two = {{from[co * (NEXT_Y - ALL_TAPS)], from[next_co * (NEXT_Y - ALL_TAPS) + 1]}};
-            store_vector(two, to + ci * p.weight_stride[0] + place);
-        }
-        return;
-    }
+    // Channels of y and taps may follow each other in memory, and then a run of weights is stored at once: all patches have such
+    // runs, or none.
+    constexpr int VECTOR = 16 / (int)sizeof(Stored);
+    const bool follow = FOLD == 1 && (KERNEL_W == 1 || p.weight_stride[4] == 1) &&
+                        (KERNEL_H == 1 || p.weight_stride[3] == KERNEL_W) &&
+                        (KERNEL_D == 1 || p.weight_stride[2] == KERNEL_H * KERNEL_W) && p.weight_stride[1] == ALL_TAPS;
+    const auto fits = [&](int count) {
+        return follow && p.c_out * ALL_TAPS % count == 0 && p.weight_stride[0] % count == 0 &&
+               (size_t)out % (count * sizeof(Stored)) == 0;
+    };
+    if (fits(VECTOR)) return store_runs<VECTOR>(sums, first, patches, out, p);
+    if (fits(2)) return store_runs<2>(sums, first, patches, out, p);
 #pragma unroll 1
-    for (int at = (int)threadIdx.x; at < left_in * RUN; at += SUM_THREADS) {
-        const int tap = at % ALL_TAPS, co = at / ALL_TAPS % OF_Y, ci = at / RUN;
+    for (int i = (int)threadIdx.x; i < patches * OF_X * RUN; i += SUM_THREADS) {
+        const int patch = i / (OF_X * RUN), ci = i / RUN % OF_X, co = i / ALL_TAPS % OF_Y, tap = i % ALL_TAPS;
+        const Weight& mine = first[patch];
         const Ahead ahead = {ci, co, tap / (KERNEL_W * KERNEL_H), tap / KERNEL_W % KERNEL_H, tap % KERNEL_W};
-        if (co < left_out) narrow(sums[ci * NEXT_X + co * NEXT_Y + tap], out[place_of(mine, ahead, p)]);
+        if (mine.ci + ci < p.c_in && mine.co + co < p.c_out)
+            narrow(sums[(patch * OF_X + ci) * NEXT_X + co * NEXT_Y + tap], out[place_of(mine, ahead, p)]);
     }
 }
 

@@ -238,12 +238,17 @@ IN_PARTS = {
     "one part": (in_parts(Tile(2, 0, 1, 2, (1, 1, 2), (1, 1, 1)), (3, 2)), (32, 64), 16, 1),
     "few of many taps": (in_parts(Tile(1, 0, 1, 2, (1, 1, 8), (1, 1, 1)), (90,)), (400,), 4, 5),
     "odd runs": (in_parts(Tile(1, 0, 1, 2, (1, 1, 3), (1, 1, 1)), (1, 3), 1, (12, 21)), (16, 32), 3, 3),
+    "runs of pairs": (in_parts(Tile(1, 0, 1, 2, (1, 1, 3), (1, 1, 1)), (1, 3), 1, (12, 22)), (16, 32), 3, 3),
     "many": (in_parts(Tile(2, 1, 1, 3, (1, 2, 2), (1, 1, 1)), (2, 2)), (48, 96), 1, 36),
 }
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_parts_are_added_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_up(name, monkeypatch)
+
+
+def add_up(name: str, monkeypatch: pytest.MonkeyPatch, sources: dict[str, str] | None = None) -> None:
     this, extent, of_block, parts = IN_PARTS[name]
     monkeypatch.setattr(Work, "boxes", lambda *_: [(1, 8, 32) if len(extent) > 1 else (1, 1, 64)])
     monkeypatch.setattr(
@@ -253,7 +258,7 @@ def test_parts_are_added_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     share = share_of(this.plan_for(problem))
     assert share.parts == parts, share
     assert (parts > FEW_PARTS) == (name == "many")
-    with on_host(this):
+    with on_host(this, sources):
         check("weight", problem, this.dtype, calls=1)
 
 
@@ -368,8 +373,8 @@ FAULTS = {
         VALUES + "|nobody wrote|which thread|" + PAST,
     ),
     "sums that are not there yet": (
-        "tap + i / 4 * WARPS] = sum[i / 4].value[i % 4];\n        }\n    }\n    __syncthreads();",
-        "tap + i / 4 * WARPS] = sum[i / 4].value[i % 4];\n        }\n    }",
+        "at.co * NEXT_Y + tap] = sum[i].value[k];\n            }\n        }\n    }\n    __syncthreads();",
+        "at.co * NEXT_Y + tap] = sum[i].value[k];\n            }\n        }\n    }",
         VALUES + "|" + UNWRITTEN + "|no barrier in between",
     ),
     "the other half of a word": ("take_halves(words, position % 2)", "take_halves(words, 1 - position % 2)", VALUES),
@@ -451,6 +456,24 @@ def test_fault_is_caught(this: Case, fault: tuple[str, str, str | None]) -> None
 @pytest.mark.parametrize("this", [THIS, LAST, TF32, TF32X3], ids=["rows", "channels-last", "tf32", "tf32x3"])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this)
+
+
+# Where taps are few, a block adds up several patches, the last one what is left of them.
+@pytest.mark.parametrize(
+    ("before", "after", "caught_by"),
+    [
+        ("min(shares.tiles / TILES_OF_TAPS * PATCHES - number, (unsigned)TOGETHER)", "TOGETHER", PAST + "|wrote"),
+        ("sums + (patch * OF_X + ci) * NEXT_X + place", "sums + ci * NEXT_X + place", VALUES),
+        ("Patch(number + last).first(p)", "Patch(number).first(p)", "nobody wrote|which thread"),
+        ("Patch(number + i / ALL_TAPS)", "Patch(number)", VALUES),
+    ],
+    ids=["a patch too many", "sums of the first patch", "weights of the first patch", "parts of the first patch"],
+)
+def test_a_fault_of_several_patches_is_caught(
+    before: str, after: str, caught_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match=caught_by):
+        add_up("blocks of its own", monkeypatch, plant(kernel_sources("weight_gradient_tma.cu"), before, after))
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
