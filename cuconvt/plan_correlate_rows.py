@@ -127,7 +127,7 @@ def plan_tile(
         ),
         cost=work.compared_cost(cost) * prod(g.out_extent) * g.groups * g.n,
         packed_words=g.groups * tiles_c * work.slots(tile) * work.slot_bytes(tile) // 4,
-        packed_a_thread=4 * work.parts,
+        packed_a_thread=8 * work.parts,
         tile=tile,
     )
 

@@ -252,7 +252,7 @@ def plan_tile(
         ),
         cost=cost * every,
         packed_words=slots * work.slot_bytes(tile) // 4,
-        packed_a_thread=4 * work.parts,
+        packed_a_thread=4 * work.parts * (2 * tile.k_steps if work.shape.itemsize == 4 else 2),
         tile=tile,
     )
 

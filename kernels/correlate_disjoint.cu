@@ -301,24 +301,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 }
 
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][tap
-// along D][tap along H][chunk].
+// along D][tap along H][chunk]. There are fewer than 2^32 threads: the pieces of more are more than a GPU's memory.
 extern "C" __global__ void correlate_disjoint_pack(const Stored* weight, Piece* packed, const Problem p) {
     let_next_kernel_start();
-    const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
-    const long long count = p.groups * p.tiles[3] * chunks * (TAPS * (long long)SLOT / PARTS);
-    long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (index >= count) return;
+    const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
+    unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
     // Consecutive threads read weights near each other.
     const int tap = (int)(index % TAPS);
     index /= TAPS;
     const int column = (int)(index % TILE_C);
     index /= TILE_C;
-    const int tile_c = (int)(index % p.tiles[3]);
-    index /= p.tiles[3];
+    const int tile_c = (int)take(index, p, 3);
     const int piece = (int)(index % 2), step = (int)(index / 2 % K_STEPS);
     index /= 2 * K_STEPS;
     const int chunk = (int)(index % chunks);
-    const long long group = index / chunks;
+    const unsigned group = index / chunks;
+    if (group >= (unsigned)p.groups) return;
 
     const int co = tile_c * TILE_C + column, word = 2 * step + piece;
     weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] + tap / KERNEL_H * p.weight_stride[2] +

@@ -447,13 +447,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 }
 
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][class
-// along D][class along H][chunk][tap along D][tap along H].
+// along D][class along H][chunk][tap along D][tap along H]. A thread has both pieces of a step and a pair of taps; there are fewer
+// than 2^32: the pieces of more are more than a GPU's memory.
 extern "C" __global__ void correlate_rows_pack(const Stored* weight, Piece* packed, const Problem p) {
     let_next_kernel_start();
-    const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
-    const long long count = p.groups * p.tiles[3] * chunks * (KERNEL_D * KERNEL_H * PAIRS) * (2 * K_STEPS * TILE_C);
-    long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (index >= count) return;
+    const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
+    unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
     // Consecutive threads read weights near each other.
     const int pair = (int)(index % PAIRS);
     index /= PAIRS;
@@ -463,33 +462,37 @@ extern "C" __global__ void correlate_rows_pack(const Stored* weight, Piece* pack
     index /= KERNEL_D;
     const int column = (int)(index % TILE_C);
     index /= TILE_C;
-    const int tile_c = (int)(index % p.tiles[3]);
-    index /= p.tiles[3];
-    const int piece = (int)(index % 2);
-    index /= 2;
+    const int tile_c = (int)take(index, p, 3);
     const int of_chunk = (int)(index % K_STEPS);
     index /= K_STEPS;
-    const int chunk = (int)(index % chunks);
-    const long long group = index / chunks;
+    const unsigned group = index / chunks, chunk = index % chunks;
+    if (group >= (unsigned)p.groups) return;
 
-    const int co = tile_c * TILE_C + column, first = chunk * CHUNK + of_chunk * PIECE;
-    weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] + tap_d * p.weight_stride[2] +
-              tap_h * p.weight_stride[3];
-    Channels c;
+    const int co = tile_c * TILE_C + column, first = (int)chunk * CHUNK + of_chunk * PIECE;
+    const int there = co < p.c_out ? (int)p.c_in - first : 0;
+    weight += p.weight_first + group * p.weight_group_stride + first * p.weight_stride[0] + co * p.weight_stride[1] +
+              tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + 2 * pair * p.weight_stride[4];
+    Channels both[2];
 #pragma unroll
-    for (int i = 0; i < PIECE; ++i) {
-        // A piece has one tap of four channels or, of 16 bits, both taps.
-        const int channel = first + (IN_WORD == 1 ? i : piece * 4 + i / 2), tap = 2 * pair + (IN_WORD == 1 ? piece : i % 2);
-        zero(c.value[i]);
-        if (tap < KERNEL_W && co < p.c_out && channel < p.c_in)
-            c.value[i] = weight[channel * p.weight_stride[0] + tap * p.weight_stride[4]];
+    for (int c = 0; c < PIECE; ++c) {
+#pragma unroll
+        for (int tap = 0; tap < 2; ++tap) {
+            // A piece has one tap of four channels or, of 16 bits, both taps.
+            Stored& value = IN_WORD == 1 ? both[tap].value[c % PIECE] : both[c / 4 % 2].value[(c % 4 * 2 + tap) % PIECE];
+            zero(value);
+            if (c < there && 2 * pair + tap < KERNEL_W) value = weight[tap * p.weight_stride[4]];
+        }
+        weight += p.weight_stride[0];
     }
-    Piece parts[PARTS];
-    pack(c, parts);
-    const PlaceOfTaps place(tap_d, tap_h, chunks);
+    const PlaceOfTaps place(tap_d, tap_h, (int)chunks);
     const long long slots_of_box = (KERNEL_D * KERNEL_H) * (long long)chunks;
-    const long long slot = (group * p.tiles[3] + tile_c) * slots_of_box + place.first + chunk * place.next;
+    const long long slot = (group * p.tiles[3] + tile_c) * slots_of_box + place.first + (int)chunk * place.next;
+    packed += slot * SLOT + (of_chunk * PAIRS + pair) * PARTS * OPERAND + column;
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part)
-        packed[slot * SLOT + ((of_chunk * PAIRS + pair) * PARTS + part) * OPERAND + piece * COLUMNS + column] = parts[part];
+    for (int piece = 0; piece < 2; ++piece) {
+        Piece parts[PARTS];
+        pack(both[piece], parts);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) packed[part * OPERAND + piece * COLUMNS] = parts[part];
+    }
 }

@@ -57,6 +57,7 @@ static_assert(SETS_W == 1 || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNE
 constexpr int CLASS_STEPS = K_STEPS / CLASSES;  // k steps of a class
 constexpr int PIECES = 2 * CLASS_STEPS;  // of channels
 constexpr int CHUNK = PIECES * PIECE;
+constexpr int PACKED_PIECES = JOINED > 1 || FOLD > 1 ? 1 : PIECE == 4 && PIECES > 2 ? 4 : 2;  // that a thread packs
 
 constexpr int ROW_BYTES = PIECES * 16;  // of a position, with BOXED
 static_assert(!BOXED || (X_CHANNELS_LAST && !MERGE_W && PARTS == 1), "boxes of channels-last x, multiplied as they come");
@@ -613,14 +614,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 }
 
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][class
-// along D][class along H][set of classes along W][chunk][slots of a row of taps][tap along D][tap along H].
+// along D][class along H][set of classes along W][chunk][slots of a row of taps][tap along D][tap along H]. There are fewer than
+// 2^32 threads: the pieces of more are more than a GPU's memory.
 extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* packed, const Problem p) {
     let_next_kernel_start();
     constexpr int COLUMNS_W = SETS_W * SLOTS_A_ROW * (PRODUCTS / CLASS_STEPS) * (MERGE_W ? AxisW::MAX_TAPS : 1);
-    const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
-    const long long count = p.groups * p.tiles[3] * chunks * (KERNEL_D * KERNEL_H * COLUMNS_W) * (PIECES * TILE_C);
-    long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (index >= count) return;
+    const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
+    unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
     // Consecutive threads read weights near each other.
     int across = (int)(index % COLUMNS_W);
     index /= COLUMNS_W;
@@ -630,12 +630,11 @@ extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* pac
     index /= KERNEL_D;
     const int channel = (int)(index % TILE_C);
     index /= TILE_C;
-    const int tile_c = (int)(index % p.tiles[3]);
-    index /= p.tiles[3];
-    const int piece = (int)(index % PIECES);
-    index /= PIECES;
-    const int chunk = (int)(index % chunks);
-    const long long group = index / chunks;
+    const int tile_c = (int)take(index, p, 3);
+    const int piece = (int)(index % (PIECES / PACKED_PIECES)) * PACKED_PIECES;
+    index /= PIECES / PACKED_PIECES;
+    const unsigned group = index / chunks, chunk = index % chunks;
+    if (group >= (unsigned)p.groups) return;
 
     // Which tap along W, of which class.
     const int merged = MERGE_W ? across % AxisW::MAX_TAPS : 0;
@@ -649,28 +648,33 @@ extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* pac
     // Of joined groups, those of x and of the result; a weight is of both.
     const int joined = JOINED > 1 ? piece / (PIECES / JOINED) : 0;
     if (JOINED > 1 && channel / WIDTH != joined) return;
-    const int co = tile_c * TILE_C + channel, first = chunk * CHUNK + piece * PIECE;
+    const int co = tile_c * TILE_C + channel, first = (int)chunk * CHUNK + piece * PIECE;
+    const int there = exists && co < p.c_out ? (int)p.c_in - first : 0;
     weight += p.weight_first + (group * JOINED + joined) * p.weight_group_stride + (co - joined * WIDTH) * p.weight_stride[1] +
               tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
-    Channels c;
+    Channels channels[PACKED_PIECES];
+#if FOLD > 1
 #pragma unroll
     for (int i = 0; i < PIECE; ++i) {
-        zero(c.value[i]);
-        const int channels = (int)p.c_in / FOLD, folded = (first + i) / channels;
-        if (exists && co < p.c_out && first + i < p.c_in)
-            c.value[i] = weight[(first + i - folded * channels - joined * (CHUNK / JOINED)) * p.weight_stride[0] +
-                                folded * p.weight_stride[4]];
+        const int folded = (first + i) / ((int)p.c_in / FOLD), c = first + i - folded * ((int)p.c_in / FOLD);
+        zero(channels[0].value[i]);
+        if (i < there) channels[0].value[i] = weight[c * p.weight_stride[0] + folded * p.weight_stride[4]];
     }
-    Piece parts[PARTS];
-    pack(c, parts);
-    const PlaceOfTaps place(tap_d, tap_h, SETS_W * chunks * SLOTS_A_ROW);
-    const long long slots_of_box = (KERNEL_D * KERNEL_H) * (long long)(SETS_W * chunks * SLOTS_A_ROW);
+#else
+    load_channels(channels, weight + (first - joined * (CHUNK / JOINED)) * p.weight_stride[0], p.weight_stride[0], there);
+#endif
+
+    const PlaceOfTaps place(tap_d, tap_h, SETS_W * (int)chunks * SLOTS_A_ROW);
+    const long long slots_of_box = (KERNEL_D * KERNEL_H) * (long long)(SETS_W * (int)chunks * SLOTS_A_ROW);
     const long long row = (group * p.tiles[3] + tile_c) * slots_of_box + place.first +
-                          ((set * chunks + chunk) * SLOTS_A_ROW + slot) * place.next;
-    const int at = in_slot * CLASS_STEPS + piece / 2;
+                          ((set * (int)chunks + (int)chunk) * SLOTS_A_ROW + slot) * place.next;
+    packed += row * SLOT + merged * TILE_C + channel % (TILE_C / JOINED);
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        packed[row * SLOT + (at * PARTS + part) * OPERAND + piece % 2 * WIDTH + merged * TILE_C + channel % (TILE_C / JOINED)] =
-            parts[part];
+    for (int i = 0; i < PACKED_PIECES; ++i) {
+        const int at = in_slot * CLASS_STEPS + (piece + i) / 2;
+        Piece parts[PARTS];
+        pack(channels[i], parts);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) packed[(at * PARTS + part) * OPERAND + (piece + i) % 2 * WIDTH] = parts[part];
     }
 }

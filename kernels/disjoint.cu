@@ -269,22 +269,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 }
 
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][tap
-// along D][tap along H]. Consecutive threads read consecutive weights.
+// along D][tap along H]. Consecutive threads read consecutive weights. There are fewer than 2^32: the pieces of more are more than
+// a GPU's memory.
 extern "C" __global__ void disjoint_pack(const Stored* weight, Piece* packed, const Problem p) {
     let_next_kernel_start();
-    const long long count = p.groups * p.tiles[3] * (TAPS * (long long)SLOT / PARTS);
-    long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (index >= count) return;
+    unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
     const int tap_w = (int)(index % KERNEL_W);
     index /= KERNEL_W;
     const int tap = (int)(index % TAPS);
     index /= TAPS;
     const int column = (int)(index % TILE_C);
     index /= TILE_C;
-    const int tile_c = (int)(index % p.tiles[3]);
-    index /= p.tiles[3];
+    const int tile_c = (int)take(index, p, 3);
     const int piece = (int)(index % 2), step = (int)(index / 2 % K_STEPS);
-    const long long group = index / (2 * K_STEPS);
+    const unsigned group = index / (2 * K_STEPS);
+    if (group >= (unsigned)p.groups) return;
 
     const int co = tile_c * TILE_C + column;
     weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] +

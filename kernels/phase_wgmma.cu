@@ -81,6 +81,7 @@ constexpr int ROWS_OF_TAPS = (MERGE_D ? 1 : KERNEL_D) * KERNEL_H;  // each of a 
 // A slot of weights: [tap][k step][part][2 pieces][column][16 bytes]. Sizes in units of 16 bytes.
 constexpr int OPERAND = 2 * COLUMNS;
 constexpr int SLOT = TAPS * K_STEPS * PARTS * OPERAND;
+constexpr int PACKED_PIECES = PIECE == 4 && K_STEPS > 1 ? 4 : 2;  // that a thread packs: 16 channels, or a chunk of fewer
 
 // The result is turned in shared memory, eight channels at a time: [8 channels][sums of a phase or tap][row], then a zero.
 constexpr int SUMS_W = MERGE_W ? KERNEL_W : LIVE;
@@ -814,13 +815,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 }
 
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels]
-// [chunk][tap along D][tap along H] slots. Consecutive threads read consecutive weights.
+// [chunk][tap along D][tap along H] slots. Consecutive threads read consecutive weights, each of 16 channels or of a chunk. There
+// are fewer than 2^32 threads: the pieces of more are more than a GPU's memory.
 extern "C" __global__ void phase_wgmma_pack(const Stored* weight, Piece* packed, const Problem p) {
     let_next_kernel_start();
-    const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
-    const long long count = p.groups * p.tiles[3] * chunks * (ROWS_OF_TAPS * (long long)SLOT / PARTS);
-    long long index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-    if (index >= count) return;
+    const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
+    unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
     const int tap_w = (int)(index % KERNEL_W);
     index /= KERNEL_W;
     const int tap_h = (int)(index % KERNEL_H);
@@ -829,30 +829,26 @@ extern "C" __global__ void phase_wgmma_pack(const Stored* weight, Piece* packed,
     index /= KERNEL_D;
     const int column = (int)(index % TILE_C);
     index /= TILE_C;
-    const int tile_c = (int)(index % p.tiles[3]);
-    index /= p.tiles[3];
-    const int piece = (int)(index % (2 * K_STEPS));
-    index /= 2 * K_STEPS;
-    const int chunk = (int)(index % chunks);
-    const long long group = index / chunks;
+    const int tile_c = (int)take(index, p, 3);
+    const int piece = (int)(index % (2 * K_STEPS / PACKED_PIECES)) * PACKED_PIECES;
+    index /= 2 * K_STEPS / PACKED_PIECES;
+    const unsigned group = index / chunks, chunk = index % chunks;
+    if (group >= (unsigned)p.groups) return;
 
-    const int co = tile_c * TILE_C + column, first = chunk * CHUNK + piece * PIECE;
-    weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] +
+    const int co = tile_c * TILE_C + column, first = (int)chunk * CHUNK + piece * PIECE;
+    weight += p.weight_first + group * p.weight_group_stride + first * p.weight_stride[0] + co * p.weight_stride[1] +
               tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
-    Channels c;
-#pragma unroll
-    for (int i = 0; i < PIECE; ++i) {
-        zero(c.value[i]);
-        if (co < p.c_out && first + i < p.c_in) c.value[i] = weight[(first + i) * p.weight_stride[0]];
-    }
-    Piece parts[PARTS];
-    pack(c, parts);
-    const long long row =
-        ((group * p.tiles[3] + tile_c) * chunks + chunk) * ROWS_OF_TAPS + (MERGE_D ? 0 : tap_d * KERNEL_H) + tap_h;
+    Channels channels[PACKED_PIECES];
+    load_channels(channels, weight, p.weight_stride[0], co < p.c_out ? (int)p.c_in - first : 0);
+
+    const long long row = ((group * p.tiles[3] + tile_c) * chunks + chunk) * ROWS_OF_TAPS + (MERGE_D ? 0 : tap_d * KERNEL_H) + tap_h;
     const int tap = tap_w / COLUMNS_W, at = (tap_w % COLUMNS_W * COLUMNS_D + (MERGE_D ? tap_d : 0)) * TILE_C + column;
+    packed += row * SLOT + (tap * K_STEPS + piece / 2) * PARTS * OPERAND + at;
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        packed[row * SLOT + ((tap * K_STEPS + piece / 2) * PARTS + part) * OPERAND + piece % 2 * COLUMNS + at] =
-            parts[part];
+    for (int i = 0; i < PACKED_PIECES; ++i) {
+        Piece parts[PARTS];
+        pack(channels[i], parts);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) packed[(i / 2 * PARTS + part) * OPERAND + i % 2 * COLUMNS] = parts[part];
     }
 }

@@ -32,6 +32,17 @@ __device__ __forceinline__ void from_bits(unsigned bits, Half& value) { value.bi
 __device__ __forceinline__ void from_bits(unsigned bits, BFloat16& value) { value.bits = (unsigned short)bits; }
 __device__ __forceinline__ void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
 
+// Reads channels that are a stride apart, zeros for those of them that are not there.
+template <int COUNT>
+__device__ __forceinline__ void load_channels(Channels (&to)[COUNT], const Stored* from, long long stride, int there) {
+#pragma unroll
+    for (int i = 0; i < COUNT * PIECE; ++i) {
+        zero(to[i / PIECE].value[i % PIECE]);
+        if (i < there) to[i / PIECE].value[i % PIECE] = *from;
+        from += stride;
+    }
+}
+
 // One piece of a position, as its parts.
 __device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
 #pragma unroll

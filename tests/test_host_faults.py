@@ -497,7 +497,7 @@ FAULTS = {
         "row * (long long)SLOT", "(row + 1) * (long long)SLOT", VALUES + "|past an array|belong to no"
     ),
     "pieces of weights exchanged": phase_wgmma_fault(
-        "piece % 2 * COLUMNS + at", "(1 - piece % 2) * COLUMNS + at", VALUES
+        "PARTS + part) * OPERAND + i % 2 * COLUMNS]", "PARTS + part) * OPERAND + (1 - i % 2) * COLUMNS]", VALUES
     ),
     "one item of a box too few": phase_wgmma_fault(
         "(in_pairs(p) ? s.w / 2 + 1 : s.w);\n}", "(in_pairs(p) ? s.w / 2 + 1 : s.w) - 1;\n}", UNWRITTEN
