@@ -399,6 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int tiles = tiles_of(p, s, (int)p.box[2]), pitch = p.patches[1] ? s.w : 8;  // of eight rows of A
     int start[TILES_M];
     find_starts(start, p, s, tiles);
+    const bool works = tiles_of_worker(tiles) > 0;
     const int of_thread = (warp % 4 * 2 * pitch + lane / 4) * UNIT + lane % 4 * s.plane;
     const Operand weights = describe(slots, COLUMNS * 16, 128);
     const unsigned zero = (unsigned)recomputed(0);
@@ -429,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     const int row = (tap_d * AxisD::HOP * s.h + tap_h * AxisH::HOP) * s.w * UNIT;
                     const Words words = {words_at(stage + (first + row)), pitch * UNIT * 4, s.plane * 16,
                                          s.plane * PIECE * 4, zero};
-                    multiply(acc, a, words, weights + weight_ring.place * SLOT, start);
+                    if (works) multiply(acc, a, words, weights + weight_ring.place * SLOT, start);
                     if (LAGS) release();
                     used_slot = weight_ring.place;
                     weight_ring.next<RING, RESIDENT>();

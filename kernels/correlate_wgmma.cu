@@ -385,7 +385,7 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[C / 2], int slot, Op
 #if PRECISION == TF32X3
 // The tensor core truncates its sums, so each chain of a few products starts from zero, and ordinary additions collect the
 // chains. Two alternate: one is added while the next is multiplied.
-template <int C>
+template <int C, int TILES>
 __device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a, Operand b,
                                          const int (&start)[TILES_M], int plane) {
     float sums[2][C / 2];
@@ -396,7 +396,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a,
         for (int i = 0; i < C / 2; ++i) acc.value[0][tile][i] += sums[tile % 2][i];
     };
 #pragma unroll
-    for (int tile = 0; tile < TILES_M; ++tile) {
+    for (int tile = 0; tile < TILES; ++tile) {
         const Operand rows = a + start[tile];
         wgmma_fence();
         // The small products come first.
@@ -410,18 +410,18 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a,
         }
     }
     wgmma_wait<0>();
-    collect(TILES_M - 1);
+    collect(TILES - 1);
 }
 constexpr bool LAGS = false;  // whether `multiply` returns before its own products are complete: with those of the last call
 #else
-template <int C>
+template <int C, int TILES>
 __device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a, Operand b,
                                          const int (&start)[TILES_M], int plane) {
     a = of_warp(a);
     b = of_warp(b);
     wgmma_fence();
 #pragma unroll
-    for (int tile = 0; tile < TILES_M; ++tile) {
+    for (int tile = 0; tile < TILES; ++tile) {
         multiply_parts<C>(reinterpret_cast<float(&)[C / 2]>(acc.value[0][tile]), slot, a + start[tile] * NEXT_ROW, b, plane,
                           0, 0, true);
     }
@@ -430,6 +430,20 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a,
 }
 constexpr bool LAGS = true;
 #endif
+
+// The same of the first TILES tiles, with as many columns as the slot has. Where not all tiles are filled, but one, the others are
+// left out.
+constexpr int MAX_FEWER = TILES_M > 1;
+
+template <int TILES>
+__device__ __forceinline__ void multiply_slot(Accumulators& acc, int slot, Operand a, Operand b,
+                                              const int (&start)[TILES_M], int plane) {
+    if (columns_of(slot) < COLUMNS) {
+        multiply<FEWER_COLUMNS, TILES>(acc, slot, a, b, start, plane);
+    } else {
+        multiply<COLUMNS, TILES>(acc, slot, a, b, start, plane);
+    }
+}
 
 // ---- boxes of x ------------------------------------------------------------------------------------------------------
 
@@ -551,6 +565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int patches_w = (int)p.patches[1], tiles = tiles_of(p, s, MERGE_W ? s.w : (int)p.box[2]);
     int start[TILES_M];
     find_starts(start, p, s, tiles);
+    const int own_tiles = tiles_of_worker(tiles);
     const int team = warp / 4 / TEAM;
     x_ring = x_ring.of_team(team);
     const Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
@@ -589,10 +604,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                         const Operand a =
                             box + (tap_d * AxisD::HOP * recomputed(s.h) + tap_h * AxisH::HOP) * recomputed(s.w) * NEXT_ROW;
                         const Operand b = weights + weight_ring.place * SLOT;
-                        if (columns_of(slot) < COLUMNS) {
-                            multiply<FEWER_COLUMNS>(acc, slot, a, b, start, s.plane);
-                        } else {
-                            multiply<COLUMNS>(acc, slot, a, b, start, s.plane);
+                        if (own_tiles > MAX_FEWER) {
+                            multiply_slot<TILES_M>(acc, slot, a, b, start, s.plane);
+                        } else if (own_tiles) {
+                            multiply_slot<1>(acc, slot, a, b, start, s.plane);
                         }
                         if (LAGS) release();
                         used_slot = weight_ring.place;

@@ -743,6 +743,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int patches_w = (int)p.patches[1], tiles = tiles_of(p, s, MERGE_W ? s.w : (int)p.box[2]);
     int start[TILES_M];
     find_starts(start, p, s, tiles);
+    // Where rows of taps are unrolled, a branch for each takes longer than what it saves.
+    const bool works = ALL_PHASES || SLIDES || TEAM == 1 || tiles_of_worker(tiles) > 0;
     const int team = warp / 4 / TEAM;
     x_ring = x_ring.of_team(team);
     const Operand staged = describe(stages + team * X_STAGES * PLANES * s.plane, s.plane * 16, (patches_w ? s.w : 8) * 16);
@@ -767,8 +769,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     const Operand box = staged + x_ring.place * PLANES * s.plane;
                     const auto multiply_row = [&](int set, int down, int across) {
                         weight_ring.wait_until_full();
-                        multiply(acc, set * SETS_W, box + (down * recomputed(s.h) + across) * recomputed(s.w),
-                                 weights + weight_ring.place * SLOT, start, s.plane, p.pad[2]);
+                        const Operand a = box + (down * recomputed(s.h) + across) * recomputed(s.w);
+                        const Operand b = weights + weight_ring.place * SLOT;
+                        if (works) multiply(acc, set * SETS_W, a, b, start, s.plane, p.pad[2]);
                         if (LAGS) release();
                         used_slot = weight_ring.place;
                         weight_ring.next<RING, RESIDENT>();

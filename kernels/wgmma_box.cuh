@@ -117,6 +117,11 @@ __device__ __forceinline__ int tiles_of(const Problem& p, const Staged& s, int w
     return patches_w ? depth(p) * patches_h * patches_w : (flat_rows + 63) / 64;
 }
 
+// How many of a worker's tiles the box fills; of a small one, some workers have nothing to multiply.
+__device__ __forceinline__ int tiles_of_worker(int tiles) {
+    return min(TILES_M, max(0, tiles - (int)of_warp(threadIdx.x / 128 % TEAM) * TILES_M));
+}
+
 // Where the first row of each of a worker's tiles lies. Tiles that the box does not fill repeat the last one.
 __device__ __forceinline__ void find_starts(int (&start)[TILES_M], const Problem& p, const Staged& s, int tiles) {
     const int patches_h = (int)p.patches[0], patches_w = (int)p.patches[1];

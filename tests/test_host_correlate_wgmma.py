@@ -302,6 +302,7 @@ FAULTS = {
         VALUES + "|heap-buffer-overflow|belong to no",
         PASSING,
     ),
+    "a worker that rests though it has rows": ("max(0, tiles - (int)", "max(0, tiles / 2 - (int)", VALUES, PASSING),
     "a tap of another class": ("+ of.number) * PIECES", "+ 0) * PIECES", VALUES, MERGED),
     "weights of the classes in another order": (
         "first = before * slots",

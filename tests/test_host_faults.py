@@ -124,6 +124,7 @@ PASSING = Tile(
 STAYING = dataclasses.replace(
     PASSING, workers=2, stagers=2, ring=9, resident=True, take_turns=True, all_phases=True, min_blocks=1
 )
+TOGETHER = dataclasses.replace(PASSING, workers=2, stagers=2, min_blocks=1)
 DEEP = dataclasses.replace(PASSING, k_steps=2)  # an item of x is read by another thread than has found it
 LINE = case((2, 8, 67), 8, 3)  # fewer positions than rows of a wgmma
 BOXES = case((2, 17, 7, 21), 12, (3, 3), stride=2, padding=1)
@@ -435,6 +436,9 @@ FAULTS = {
         "p.out_stride[2] / PLANE_STEP", "p.out_stride[2]", VALUES + "|wrote|past an array"
     ),
     "the first channel's bias": filled_fault("bias[fill.channel * stride]", "bias[0]", VALUES),
+    "a worker that rests though it has rows": phase_wgmma_fault(
+        "max(0, tiles - (int)", "max(0, tiles / 2 - (int)", VALUES, TOGETHER
+    ),
     "a slot that is never free again": phase_wgmma_fault(
         "if (!RESIDENT && lane == 0", "if (RESIDENT && lane == 0", "not all threads reach a barrier"
     ),
