@@ -653,10 +653,10 @@ def disjoint_or_refusal(
             "has all taps along W in one wgmma, at most 24, got 25",
         ),
         (
-            case((1, 257, 9, 9), 8, 2, 2),
+            case((1, 321, 9, 9), 8, 2, 2),
             ("float32", "tf32"),
             90,
-            "holds all channels of a position in registers, got 257",
+            "holds all channels of a position in registers, got 321",
         ),
         (
             case((1, 385, 9, 9), 8, 2, 2),
@@ -677,7 +677,7 @@ def test_refusals_of_disjoint(problem: Problem, kind: Kind, arch: int, reason: s
 
 
 def test_as_many_channels_as_registers_hold_are_served() -> None:
-    assert isinstance(disjoint_or_refusal(case((1, 256, 9, 9), 8, 2, 2), ("float32", "tf32")), Plan)
+    assert isinstance(disjoint_or_refusal(case((1, 320, 9, 9), 8, 2, 2), ("float32", "tf32")), Plan)
     assert isinstance(disjoint_or_refusal(case((1, 384, 9, 9), 8, 2, 2), ("float16", None)), Plan)
 
 
