@@ -56,6 +56,8 @@ INSTRUCTIONS_A_COPY = 15
 TYPICAL_EXTENT = {1: 4096, 2: 256, 3: 64}  # of an axis, by rank
 STEP_CLOCKS = 150  # a barrier and the first loads after it
 THREE_PRODUCTS = 1.2  # how much longer 3xTF32 takes than the rest of the estimate says
+FEW = 4  # channels of a result that, channels-last, fill no sector and take longer by so much
+STORED_IN_PARTS = 1.3
 
 
 @dataclass(frozen=True)
@@ -300,6 +302,8 @@ class _Work:
         # The last box of an axis is half empty on average; for extents, which may not choose, stands a typical one.
         empty = prod(1 + box / (2 * TYPICAL_EXTENT[g.rank]) for box in tile.box[3 - g.rank :])
         slower = THREE_PRODUCTS if self.products == 3 else 1
+        if self.out_channels_last and g.c_out_per_group <= FEW:
+            slower *= STORED_IN_PARTS
         return slower * tiles_c * empty * (steps * step + phases * stores) / prod(tile.box)
 
 
