@@ -70,7 +70,6 @@ ALL_REGISTERS = 65536  # of a multiprocessor
 BESIDE_SUMS = 28  # registers that a wgmma's sums leave, or ptxas refuses it: of those that a thread starts with
 MAX_CLASSES = (4, 4, 8)  # along D, H, W: bits of an item
 MAX_SLOT_BYTES = 24 * 1024  # of weights; a longer row of taps is divided by classes
-MAX_PACKED = 16  # channels of a weight, by a thread
 MAX_K_STEPS = 16  # of a stage: with more, registers spill
 MAX_UNROLLED = 450  # wgmmas of a row of taps
 MAX_CHAIN = 6  # products of three parts that a tensor core sums up, where a slot can be divided
@@ -297,6 +296,7 @@ def plan_tile(
     compared = narrow if g.c_out_per_group < MEASURED_CHANNELS else unstrided if work.unstrided else strided
     slots = g.groups * tiles_c * work.slots(tile)
     weights = g.groups * tiles_c if tile.resident else 1
+    pieces = 1 if tile.joined > 1 or tile.fold > 1 else work.packed_pieces(2 * tile.class_steps)  # that a thread packs
     return Plan(
         kernel="correlate_wgmma",
         defines=defines,
@@ -313,7 +313,7 @@ def plan_tile(
         ),
         cost=OTHERS * (compared if tile.boxed else 1) * cost * prod(g.out_extent) * g.groups * g.n,
         packed_words=slots * work.slot_bytes(tile) // 4,
-        packed_a_thread=4 * work.parts * work.packed_pieces(tile) // tile.joined,
+        packed_a_thread=4 * work.parts * pieces // tile.joined,
         maps=(work.map_of_x(tile, box, dtype, g, read),) if tile.boxed else (),
         tile=tile,
     )
@@ -390,14 +390,6 @@ class Work(phase_wgmma.Work):
     def channels(self, tile: Tile) -> int:
         """Return the channels of x that are staged at a time."""
         return 2 * tile.class_steps * (16 // self.shape.itemsize)
-
-    def packed_pieces(self, tile: Tile) -> int:
-        """Return the pieces of channels that a thread packs."""
-        return (
-            1
-            if tile.joined > 1 or tile.fold > 1
-            else min(2 * tile.class_steps, MAX_PACKED // (16 // self.shape.itemsize))
-        )
 
     def products(self, tile: Tile, classes: int) -> int:
         """Return the wgmmas of the first so many classes, for a row of taps and 64 rows of A."""

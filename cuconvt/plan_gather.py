@@ -24,12 +24,13 @@ from cuconvt.plan import (
     refuse_steps,
     round_up,
 )
+from cuconvt.plan_few_channels import FEW
 
 LANES = 64  # of a multiprocessor's 128, what this kernel keeps busy (half of it in float64)
 INSTRUCTIONS_AN_OUTPUT = (
     75  # to turn and store it, waiting included: fitted to depthwise and 8-channel cases on an H200
 )
-FEW, MANY = 4, 24  # channels of the result, and of x
+MANY = 24  # channels of x
 MANY_TO_FEW = 2.2  # how much longer many channels to few take than the rest of the estimate says
 MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
 MAX_PHASES_A_THREAD = 16

@@ -25,12 +25,13 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
+from cuconvt.plan_few_channels import FEW
 
 PRECISION_CODES = {None: 0, "tf32": 1, "tf32x3": 3}
 ROW = 8  # positions along W that stay together
 MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
 MAX_STRIDE_W = 16  # phases whose accumulators a thread can hold
-MANY_PHASES = 8
+MANY_PHASES = 8  # beyond which data-centre Blackwell's compiler takes more registers
 # The tiles to choose from: warps of a block along D, H and W, by rank (eight of them where shared memory holds a single
 # block), and the other macros of the kernel.
 WARPS = {
@@ -56,8 +57,7 @@ INSTRUCTIONS_A_COPY = 15
 TYPICAL_EXTENT = {1: 4096, 2: 256, 3: 64}  # of an axis, by rank
 STEP_CLOCKS = 150  # a barrier and the first loads after it
 THREE_PRODUCTS = 1.2  # how much longer 3xTF32 takes than the rest of the estimate says
-FEW = 4  # channels of a result that, channels-last, fill no sector and take longer by so much
-STORED_IN_PARTS = 1.3
+STORED_IN_PARTS = 1.3  # how much longer few channels take, channels-last: they fill no sector
 
 
 @dataclass(frozen=True)
@@ -260,11 +260,10 @@ class _Work:
             return 2 * accumulators + operands + 65  # three products are summed up in registers of their own
         operands = (2 * tile.rows + 4 * self.reach_h) * self.columns + 3 * tile.tiles_c
         ahead = tile.k_steps if self.itemsize == 2 else 1  # steps that are unrolled and loaded together
-        # The compiler for data-centre Blackwell keeps more of what channels-last results need.
-        more = 16 if self.compute_capability // 10 == 10 and self.out_channels_last and ahead > 1 else 0
-        # And of many phases, whatever these results are.
-        if self.compute_capability // 10 == 10 and ahead > 1 and self.geometry.stride[2] > MANY_PHASES:
-            more += 24
+        more = 0
+        if self.compute_capability // 10 == 10 and ahead > 1:
+            # This compiler keeps more of what channels-last results need, and many phases.
+            more = 16 * self.out_channels_last + 24 * (self.geometry.stride[2] > MANY_PHASES)
         return accumulators + operands * ahead + 64 + more
 
     def blocks(self, tile: Tile, device: Device) -> int:

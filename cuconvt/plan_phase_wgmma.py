@@ -58,6 +58,7 @@ REGISTERS = {
 MAX_UNROLLED = 450  # wgmmas of a chunk, where a block owns all phases: more take seconds to compile
 MAX_UNROLLED_SLICE = 200  # of a slice and chunk, where rows wait for their weights
 MAX_UNROLLED_STORES = 128  # for a thread's two rows, where results are not turned
+PACKED_CHANNELS = 16  # of a weight, by a thread
 RESIDENT_BYTES = 128 * 1024  # of weights that stay in shared memory
 
 # Rates of an H200's multiprocessor, per clock, that the cost estimate uses.
@@ -252,7 +253,7 @@ def plan_tile(
         ),
         cost=cost * every,
         packed_words=slots * work.slot_bytes(tile) // 4,
-        packed_a_thread=4 * work.parts * (2 * tile.k_steps if work.shape.itemsize == 4 else 2),
+        packed_a_thread=4 * work.parts * work.packed_pieces(2 * tile.k_steps),
         tile=tile,
     )
 
@@ -541,6 +542,10 @@ class Work:
     def pieces(self, tile: Tile) -> int:
         """16-byte pieces of channels that are staged at a time."""
         return 1 if tile.half_k else 2 * tile.k_steps
+
+    def packed_pieces(self, pieces: int) -> int:
+        """Return how many of a chunk's pieces of weights a thread packs."""
+        return min(pieces, PACKED_CHANNELS * self.shape.itemsize // 16)
 
     def accumulators(self, tile: Tile) -> int:
         """Registers of a worker that hold sums."""

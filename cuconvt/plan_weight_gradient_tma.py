@@ -30,6 +30,7 @@ from cuconvt.plan import (
 from cuconvt.plan_phase_gemm import PRECISION_CODES
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
 from cuconvt.plan_search import ROUNDINGS, of_tile, remembered
+from cuconvt.plan_weight_gradient import SUM_THREADS
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
     FEW_PARTS,
@@ -54,7 +55,6 @@ MAX_TAPS = 4, 4, 8  # of a tile along D, H, W
 MAX_UNITS = 12  # of a worker
 MAX_IDLE = {64: 1.3, 16: 1.5}  # rows of all units, relative to those of use, by rows that have one tap
 SUMS_OF_PATCH = 128  # of each tap, that a block of the second pass adds
-WARPS_THAT_ADD = 8  # of such a block
 TURN_THREADS = 256
 # Workers of a block, in warpgroups, and blocks on a multiprocessor.
 KINDS = ((2, 1), (1, 2), (1, 1), (3, 1))
@@ -558,8 +558,8 @@ class Work(WorkOnBoxes[Tile]):
 
     def patches_together(self) -> int:
         """Return the patches of a block of the second pass that has all taps: several keep its warps busy with few."""
-        taps = prod(self.shape.kernel)
-        return _ceil_div(2 * WARPS_THAT_ADD, taps) if taps < WARPS_THAT_ADD else 1
+        taps, warps = prod(self.shape.kernel), SUM_THREADS // 32
+        return _ceil_div(2 * warps, taps) if taps < warps else 1
 
     def tiles_of_channels(self, tile: Tile) -> int:
         s = self.shape

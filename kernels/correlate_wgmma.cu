@@ -57,7 +57,7 @@ static_assert(SETS_W == 1 || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNE
 constexpr int CLASS_STEPS = K_STEPS / CLASSES;  // k steps of a class
 constexpr int PIECES = 2 * CLASS_STEPS;  // of channels
 constexpr int CHUNK = PIECES * PIECE;
-constexpr int PACKED_PIECES = JOINED > 1 || FOLD > 1 ? 1 : PIECE == 4 && PIECES > 2 ? 4 : 2;  // that a thread packs
+constexpr int PACKED_PIECES = JOINED > 1 || FOLD > 1 ? 1 : packed_pieces(PIECES);  // that a thread packs
 
 constexpr int ROW_BYTES = PIECES * 16;  // of a position, with BOXED
 static_assert(!BOXED || (X_CHANNELS_LAST && !MERGE_W && PARTS == 1), "boxes of channels-last x, multiplied as they come");

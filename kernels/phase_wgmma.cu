@@ -81,7 +81,7 @@ constexpr int ROWS_OF_TAPS = (MERGE_D ? 1 : KERNEL_D) * KERNEL_H;  // each of a 
 // A slot of weights: [tap][k step][part][2 pieces][column][16 bytes]. Sizes in units of 16 bytes.
 constexpr int OPERAND = 2 * COLUMNS;
 constexpr int SLOT = TAPS * K_STEPS * PARTS * OPERAND;
-constexpr int PACKED_PIECES = PIECE == 4 && K_STEPS > 1 ? 4 : 2;  // that a thread packs: 16 channels, or a chunk of fewer
+constexpr int PACKED_PIECES = packed_pieces(2 * K_STEPS);  // that a thread packs
 
 // The result is turned in shared memory, eight channels at a time: [8 channels][sums of a phase or tap][row], then a zero.
 constexpr int SUMS_W = MERGE_W ? KERNEL_W : LIVE;

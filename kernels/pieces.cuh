@@ -32,6 +32,9 @@ __device__ __forceinline__ void from_bits(unsigned bits, Half& value) { value.bi
 __device__ __forceinline__ void from_bits(unsigned bits, BFloat16& value) { value.bits = (unsigned short)bits; }
 __device__ __forceinline__ void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
 
+// How many of the pieces of weights of a chunk a thread packs: 16 channels of them.
+__host__ __device__ constexpr int packed_pieces(int pieces) { return pieces * PIECE < 16 ? pieces : 16 / PIECE; }
+
 // Reads channels that are a stride apart, zeros for those of them that are not there.
 template <int COUNT>
 __device__ __forceinline__ void load_channels(Channels (&to)[COUNT], const Stored* from, long long stride, int there) {

@@ -598,9 +598,6 @@ def test_fast_tiles_are_not_thought_to_spill(problem: Problem, kind: Kind, field
     assert any(fields.items() <= dataclasses.asdict(plan.tile).items() for plan in found)
 
 
-# ---- kernel = stride ----------------------------------------------------------------------------------------------
-
-
 # Last layers of generators and decoders: where many channels become few, threads that walk over them are too few.
 @pytest.mark.parametrize(
     ("problem", "last", "kernels"),
@@ -614,6 +611,9 @@ def test_fast_tiles_are_not_thought_to_spill(problem: Problem, kind: Kind, field
 )
 def test_few_results_of_many_channels(problem: Problem, last: bool, kernels: tuple[str, ...]) -> None:
     assert plan_of(problem, last=last).kernel in kernels
+
+
+# ---- kernel = stride ----------------------------------------------------------------------------------------------
 
 
 def disjoint_or_refusal(
