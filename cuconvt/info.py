@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -133,14 +136,23 @@ def _folders() -> list[tuple[str, str]]:
     from cuconvt.compile import cache_folder, kernel_folder
 
     kernels, cache = kernel_folder(), cache_folder()
-    compiled, choices = list(cache.rglob("*.bin")), list((cache / "choices").glob("*.json"))
-    size = sum(file.stat().st_size for file in (*compiled, *choices)) / 2**20
+    compiled, choices = list(_sizes(cache, ".bin")), list(_sizes(cache / "choices", ".json"))
+    size = sum((*compiled, *choices)) / 2**20
     held = f"{len(compiled)} kernels, {len(choices)} choices of tiles, {size:.1f} MiB"
     return [
         ("kernels", f"{kernels} ({', '.join(sorted(file.stem for file in kernels.glob('*.cu'))) or 'empty'})"),
         ("cache", f"{cache} ({held})"),
         ("tuned", _tuned()),
     ]
+
+
+def _sizes(folder: Path, ending: str) -> Iterator[int]:
+    """Yield the bytes of each such file below a folder, where other processes may delete what they have written."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(ending):
+                with suppress(FileNotFoundError):
+                    yield os.stat(Path(place, name)).st_size
 
 
 def _tuned() -> str:
