@@ -16,7 +16,7 @@ from cuconvt.choices import Choices
 from cuconvt.compile import architecture, load_kernel
 from cuconvt.geometry import Geometry
 from cuconvt.launch import can_start_early
-from cuconvt.plan import Device, Layout, Plan, make_plan, problem_struct
+from cuconvt.plan import Device, Layout, Plan, make_plan, problem_struct, struct_of
 from cuconvt.plan_search import kept_in
 from cuconvt.plan_single import without_steps
 from cuconvt.tuned import tuned_plan
@@ -39,13 +39,19 @@ class Launch(NamedTuple):
     kernel: Any  # cuconvt.launch.BoundKernel, as is `pack`
     pack: Any  # the kernel that repacks the weights, or None
     packed_bytes: int
+    turned_bytes: int = 0  # of a channels-last copy of the first array, which the same kernel makes
 
     def __call__(self, x: Any, weight: Any, bias: Any, out: Any, stream: Any = None, allocate: Any = alloc) -> None:
         """Queue the kernels, on CuPy's current stream unless told; of the arrays, only the addresses are passed."""
         stream = get_current_stream() if stream is None else stream
         if self.pack is not None:
-            packed = allocate(self.packed_bytes)
-            self.pack(stream, weight, packed)
+            packed = allocate(self.turned_bytes + self.packed_bytes)
+            if self.turned_bytes:
+                turned, packed = packed, packed + self.turned_bytes
+                self.pack(stream, weight, packed, x, turned)
+                x = turned
+            else:
+                self.pack(stream, weight, packed)
             weight = packed
         self.kernel(stream, x, weight, bias, out)
 
@@ -116,14 +122,17 @@ def prepare(plan: Plan, device: Device) -> Launch:
     problem = problem_struct(plan)
     pack = None
     if plan.packed_words:
-        grid = -(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK))
-        pack = load(plan, f"{plan.kernel}_pack", device).bind(grid, PACK_BLOCK, 0, problem, pointers=2)
+        grid = plan.turn_blocks - (-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK))
+        entry, pointers = ("_pack_and_turn", 4) if plan.turn_blocks else ("_pack", 2)
+        numbers = struct_of(plan.problem + plan.turns)
+        pack = load(plan, f"{plan.kernel}{entry}", device).bind(grid, PACK_BLOCK, 0, numbers, pointers=pointers)
     kernel = load(plan, plan.kernel, device)
     early = pack is not None and can_start_early(device.compute_capability)
     return Launch(
         kernel=kernel.bind(plan.grid, plan.block, plan.shared_bytes, problem, pointers=4, early=early, maps=plan.maps),
         pack=pack,
         packed_bytes=4 * plan.packed_words,
+        turned_bytes=plan.workspace_bytes,
     )
 
 

@@ -16,9 +16,9 @@ from cuconvt.launch import can_start_early
 from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
 from cuconvt.plan_correlate import make_correlate_plan
 from cuconvt.plan_search import kept_in
+from cuconvt.plan_turn import TURN_THREADS
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_THREADS, make_weight_gradient_plan, sum_blocks
-from cuconvt.plan_weight_gradient_tma import TURN_THREADS
 
 
 def correlate(y: Any, weight: Any, bias: Any, geometry: Geometry, precision: str | None, out: Any) -> Launch:

@@ -120,6 +120,7 @@ class Plan:
         Of the arrays that the kernel reads by copies of boxes, its first ones.
     turns, turn_blocks : tuple of int, int
         The parameters of ``<kernel>_turn``, which makes channels-last copies of arrays, and its blocks; 0 without one.
+        Where weights are repacked, too, one kernel does both, ``<kernel>_pack_and_turn``.
     turned : tuple of int
         Where the copies of x and y are in the workspace, behind the sums; -1 for one that is read as it is.
     images : tuple of int

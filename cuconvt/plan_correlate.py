@@ -82,6 +82,7 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
     from cuconvt.plan_correlate_gemm import plan_correlate_gemm
     from cuconvt.plan_correlate_narrow import plan_correlate_narrow
     from cuconvt.plan_correlate_rows import plan_correlate_rows
+    from cuconvt.plan_correlate_turning import plan_correlate_turning
     from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 
     families = (
@@ -94,7 +95,8 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
     )
     proposals = [family(geometry, dtype, layout, precision, device) for family in families]
     most = least_cost(proposals)
-    proposals.append(plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=most))
+    of_wgmma = (plan_correlate_wgmma, plan_correlate_turning)
+    proposals += (family(geometry, dtype, layout, precision, device, most=most) for family in of_wgmma)
     return cheapest(geometry, dtype, precision, proposals)
 
 

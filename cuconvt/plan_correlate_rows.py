@@ -140,6 +140,8 @@ def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | Non
     if geometry.stride[2] % (1 if dtype == "float32" else 2):
         return f"reads 16-bit numbers in pairs, got stride {geometry.stride[2]} along W"
     work = Work(*as_read(geometry, layout), dtype, precision)
+    if reason := work.too_many_classes():
+        return reason
     if work.unit > MAX_UNIT:
         return f"stages rows whose positions are at most {MAX_UNIT} words apart, got {work.unit}"
     if (span := (work.halo[2] + 1) * work.unit) > MAX_SPAN:

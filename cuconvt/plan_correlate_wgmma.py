@@ -68,7 +68,7 @@ MAX_REACHED = 2**30  # positions that they count, with those of a box beyond the
 SWIZZLED = 1024  # bytes after which a swizzle repeats
 ALL_REGISTERS = 65536  # of a multiprocessor
 BESIDE_SUMS = 28  # registers that a wgmma's sums leave, or ptxas refuses it: of those that a thread starts with
-MAX_CLASSES = (4, 4, 8)  # along D, H, W: bits of an item
+MAX_CLASSES = (4, 4, 8)  # along D, H, W: bits of an item, of which boxes have none
 MAX_SLOT_BYTES = 24 * 1024  # of weights; a longer row of taps is divided by classes
 MAX_K_STEPS = 16  # of a stage: with more, registers spill
 MAX_UNROLLED = 450  # wgmmas of a row of taps
@@ -158,7 +158,10 @@ def plan_correlate_wgmma(
         ways.append((geometry.kernel[2], 1))
     if (joined := _groups_of_row(geometry, layout, dtype, precision)) > 1:
         ways.append((1, joined))
-    shapes = [Work(*as_read(geometry, layout, *way), dtype, precision, *way).shape for way in ways]
+    works = [Work(*as_read(geometry, layout, *way), dtype, precision, *way) for way in ways]
+    shapes = [work.shape for work in works if work.too_many_classes() is None]
+    if not shapes:
+        return Refusal("correlate_wgmma", str(works[0].too_many_classes()))
     g = geometry
     least = min(least_of_all(shape) / shape.joined for shape in shapes)
     least *= OTHERS * prod(g.x_extent) * g.groups * g.n
@@ -326,11 +329,6 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return reason
     if geometry.kernel[2] > MAX_UNROLLED_TAPS:
         return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
-    classes = tuple(
-        min(k, st // gcd(st, d)) for k, st, d in zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)
-    )
-    if any(count > most for count, most in zip(classes, MAX_CLASSES, strict=True)):
-        return f"tells apart at most {MAX_CLASSES} remainders of taps modulo the stride along D, H, W, got {classes}"
     return None
 
 
@@ -373,6 +371,18 @@ class Work(phase_wgmma.Work):
         self.taps_before = tuple(itertools.accumulate(of_classes, initial=0))  # along W, of so many classes
         hops = (d // gcd(st, d) for st, d in zip(s.stride, s.dilation, strict=True))
         self.halo = tuple((taps - 1) * hop for taps, hop in zip(self.taps, hops, strict=True))
+
+    def too_many_classes(self) -> str | None:
+        """Return why taps with so many remainders modulo the stride are too many, if they are."""
+        live = tuple(self.live)
+        most = (MAX_STEP,) * 3 if self.can_be_boxed else MAX_CLASSES
+        if any(count > of_axis for count, of_axis in zip(live, most, strict=True)):
+            return f"tells apart at most {most} remainders of taps modulo the stride along D, H, W, got {live}"
+        return None
+
+    @property
+    def can_be_boxed(self) -> bool:
+        return self.shape.boxes and max(self.shape.stride) <= MAX_STEP
 
     def reach(self, tile: phase_wgmma.Tile) -> Ints:
         return self.halo
@@ -608,9 +618,10 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
     shape = work.shape
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
-    boxed_kinds = [(kind, True) for kind in REGISTERS_OF_BOXED] if shape.boxes and max(shape.stride) <= MAX_STEP else []
+    boxed_kinds = [(kind, True) for kind in REGISTERS_OF_BOXED] if work.can_be_boxed else []
     # Without a stride, boxes have the least estimated time wherever they fit: in all of 1056 problems.
-    alone = boxed_kinds and (max(shape.stride) == 1 or shape.fold > 1)
+    many_classes = any(count > most for count, most in zip(work.live, MAX_CLASSES, strict=True))
+    alone = boxed_kinds and (max(shape.stride) == 1 or shape.fold > 1 or many_classes)
     kinds = boxed_kinds if alone else [*((kind, False) for kind in REGISTERS), *boxed_kinds]
     for ((workers, stagers, blocks), boxed), merge_w, tiles_c, tiles_m, classes, steps, deep in itertools.product(
         kinds,

@@ -30,6 +30,7 @@ from cuconvt.plan import (
 from cuconvt.plan_phase_gemm import PRECISION_CODES
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
 from cuconvt.plan_search import ROUNDINGS, of_tile, remembered
+from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS, Array, channels_last, turn_of
 from cuconvt.plan_weight_gradient import SUM_THREADS
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
@@ -55,7 +56,6 @@ MAX_TAPS = 4, 4, 8  # of a tile along D, H, W
 MAX_UNITS = 12  # of a worker
 MAX_IDLE = {64: 1.3, 16: 1.5}  # rows of all units, relative to those of use, by rows that have one tap
 SUMS_OF_PATCH = 128  # of each tap, that a block of the second pass adds
-TURN_THREADS = 256
 # Workers of a block, in warpgroups, and blocks on a multiprocessor.
 KINDS = ((2, 1), (1, 2), (1, 1), (3, 1))
 COPIER_REGISTERS, MAX_REGISTERS = 24, 240  # of a thread
@@ -204,16 +204,6 @@ class Shape:
         )
 
 
-class Array(NamedTuple):
-    """An array as copies read it: extents and strides, in elements, of N, channels, D, H, W."""
-
-    extents: Ints
-    strides: Ints
-
-    def bytes(self, itemsize: int) -> int:
-        return round_up(itemsize * self.extents[0] * self.strides[0], 256)
-
-
 class Sides(NamedTuple):
     """A problem as copies see it, and what has to be turned for that; x of float32 is prepared in any case."""
 
@@ -238,11 +228,11 @@ class Sides(NamedTuple):
         turn_x = turn_y = None
         if not parts and not reads(x.strides, x.extents, layout.x_aligned):
             turn_x = turn_of(x, 0, layout.x_aligned, itemsize)
-            x = _channels_last(x.extents, itemsize)
+            x = channels_last(x.extents, itemsize)
         if not reads(y.strides, y.extents, layout.out_aligned, itemsize):
             g, y, first = _reached(g, y)
             turn_y = turn_of(y, first, layout.out_aligned, itemsize)
-            y = _channels_last(y.extents, itemsize)
+            y = channels_last(y.extents, itemsize)
         return cls(g, x, y, turn_x, turn_y, parts=parts)
 
     @property
@@ -283,36 +273,6 @@ def _reached(geometry: Geometry, y: Array) -> tuple[Geometry, Array, int]:
     strides = tuple(stride * step for stride, step in zip(of_axes, steps, strict=True))
     first = sum(f * stride for f, stride in zip(firsts, of_axes, strict=True))
     return smaller, Array((*y.extents[:2], *extents), (of_n, of_channels, *strides)), first
-
-
-def _channels_last(extents: Ints, itemsize: int) -> Array:
-    _, channels, d, h, w = extents
-    padded = round_up(channels, STRIDE_BYTES // itemsize)
-    return Array(extents, (d * h * w * padded, 1, h * w * padded, w * padded, padded))
-
-
-def turn_of(array: Array, first: int, aligned: bool, itemsize: int) -> Ints:
-    """Return the parameters of the kernel that turns an array whose element `first` is the first one to read."""
-    piece = STRIDE_BYTES // itemsize
-    (n, channels, *spatial), (of_n, of_channels, *of_axes) = array.extents, list(array.strides)
-    extents, strides = list(spatial), list(of_axes)
-    # Axes that follow each other in memory are one.
-    for axis in (1, 0):
-        if extents[axis] == 1 or strides[axis] == extents[2] * strides[2]:
-            extents[2] *= extents[axis]
-            extents[axis] = 1
-        elif axis == 1:
-            break
-    distances = (of_n if n > 1 else 0, of_channels, *(s for s, e in zip(strides[:2], extents, strict=False) if e > 1))
-    wide = aligned and strides[2] == 1 and not any(number % piece for number in (*distances, extents[2], first))
-    blocks = turn_blocks(n, channels, extents, wide, piece)
-    return (n, channels, *extents, of_n, of_channels, *strides, first, int(wide), *(0,) * 7, blocks)
-
-
-def turn_blocks(n: int, channels: int, extents: list[int], wide: bool, piece: int) -> int:
-    places, across = n * prod(extents) // (piece if wide else 1), 4 if wide else 2
-    warps = _ceil_div(places, 32 // across) * _ceil_div(_ceil_div(channels, piece), across)
-    return _ceil_div(32 * warps, TURN_THREADS)
 
 
 def prepared(geometry: Geometry, layout: Layout, box: Ints, boxes: Ints, tiles: int, tile: Tile) -> Ints:
@@ -450,7 +410,6 @@ def _plan_images(
     )
 
 
-TURN_FIELDS = 20
 AFTER_PATCHES = 9  # numbers of ``struct Problem`` from its patches on
 
 

@@ -7,7 +7,7 @@
 // Classes that have a tap.
 constexpr int LIVE_D = KERNEL_D < AxisD::STEP ? KERNEL_D : AxisD::STEP;
 constexpr int LIVE_H = KERNEL_H < AxisH::STEP ? KERNEL_H : AxisH::STEP;
-static_assert(LIVE_D <= 4 && LIVE_H <= 4, "an item has a bit for each class");
+constexpr bool HAS_BITS = LIVE_D <= 4 && LIVE_H <= 4;  // an item for each of them
 
 // Taps of a class, by its number.
 template <class A, int KERNEL> __host__ __device__ constexpr int taps_of(int number) {

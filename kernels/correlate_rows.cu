@@ -59,6 +59,7 @@ constexpr int SET_OUTPUTS = 1;
 
 #include "correlate_store.cuh"
 
+static_assert(HAS_BITS, "an item has a bit for each class along D and H");
 static_assert(!X_CHANNELS_LAST && !MERGE_W && !TAKE_TURNS, "rows of x, a position's taps at once, and one team");
 static_assert(TILES_M * K_STEPS % 2 == 0, "fragments alternate, from one call of `multiply` to the next, too");
 static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2, "words are loaded two steps ahead of what still reads A");

@@ -24,6 +24,8 @@
 // With JOINED, so many groups of few channels, whose channels-last x follow each other, are brought as rows of all of them. A k step
 // is of one group, and a wgmma adds to the sums of that one's channels.
 //
+// Rows of x, where it is small, may be turned before, by the kernel that packs the weights.
+//
 // With MERGE_W the taps of a class along W are columns of one wgmma, of the same positions, and their sums are shifted when
 // the result is stored.
 //
@@ -46,12 +48,16 @@
 #ifndef JOINED  // groups whose channels are staged side by side, and are one group to everything but products and weights
 #define JOINED 1
 #endif
+#ifndef X_TURNED  // whether the kernel before, which packs the weights, makes x channels-last, too
+#define X_TURNED 0
+#endif
 #include "correlate_box.cuh"
+#include "turn.cuh"
 
 constexpr int LIVE_W = KERNEL_W < AxisW::STEP ? KERNEL_W : AxisW::STEP;
 constexpr int SETS_W = LIVE_W / CLASSES;  // sets of classes along W, which are staged one after the other
 static_assert(LIVE_W % CLASSES == 0 && CLASSES % SLOT_CLASSES == 0 && K_STEPS % CLASSES == 0, "equal parts");
-static_assert(LIVE_W <= 8, "an item has a bit for each class");
+static_assert(BOXED || (HAS_BITS && LIVE_W <= 8), "an item has a bit for each class");
 static_assert(SETS_W == 1 || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNEL_W>(LIVE_W - 1), "all sets alike");
 
 constexpr int CLASS_STEPS = K_STEPS / CLASSES;  // k steps of a class
@@ -61,6 +67,7 @@ constexpr int PACKED_PIECES = JOINED > 1 || FOLD > 1 ? 1 : packed_pieces(PIECES)
 
 constexpr int ROW_BYTES = PIECES * 16;  // of a position, with BOXED
 static_assert(!BOXED || (X_CHANNELS_LAST && !MERGE_W && PARTS == 1), "boxes of channels-last x, multiplied as they come");
+static_assert(BOXED || !X_TURNED, "what is turned is read in boxes");
 static_assert(!BOXED || ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "rows of a swizzle");
 // From a position to the next one, in pieces.
 constexpr int NEXT_ROW = BOXED ? PIECES : 1;
@@ -526,6 +533,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             Ring ring = x_ring.of_team(team);
 #if BOXED
             if (thread) return;
+            if (X_TURNED && index == blockIdx.x) wait_for_kernel_before();
             bring_boxes(ring, stages + team * X_STAGES * PLANES * s.plane, x, p, s, b, chunks);
 #else
             warps_sync(1, STAGERS);  // nobody reads the items of the box before
@@ -631,11 +639,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][class
 // along D][class along H][set of classes along W][chunk][slots of a row of taps][tap along D][tap along H]. There are fewer than
 // 2^32 threads: the pieces of more are more than a GPU's memory.
-extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* packed, const Problem p) {
-    let_next_kernel_start();
+__device__ __forceinline__ void pack_weights(const Stored* weight, Piece* packed, const Problem& p, unsigned block) {
     constexpr int COLUMNS_W = SETS_W * SLOTS_A_ROW * (PRODUCTS / CLASS_STEPS) * (MERGE_W ? AxisW::MAX_TAPS : 1);
     const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
-    unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
+    unsigned index = block * blockDim.x + threadIdx.x;
     // Consecutive threads read weights near each other.
     int across = (int)(index % COLUMNS_W);
     index /= COLUMNS_W;
@@ -692,4 +699,23 @@ extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* pac
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) packed[(at * PARTS + part) * OPERAND + (piece + i) % 2 * WIDTH] = parts[part];
     }
+}
+
+extern "C" __global__ void correlate_wgmma_pack(const Stored* weight, Piece* packed, const Problem p) {
+    let_next_kernel_start();
+    pack_weights(weight, packed, p, blockIdx.x);
+}
+
+// The same beside blocks that make x channels-last, which come first: they have more to do.
+struct PackAndTurn {
+    Problem problem;
+    Turn of_x;
+};
+
+extern "C" __global__ void __launch_bounds__(TURN_THREADS)
+    correlate_wgmma_pack_and_turn(const Stored* weight, Piece* packed, const Stored* x, Stored* turned_x, const PackAndTurn p) {
+    let_next_kernel_start();
+    const unsigned turning = (unsigned)p.of_x.blocks;
+    if (blockIdx.x < turning) return turn(x, turned_x, p.of_x, blockIdx.x);
+    pack_weights(weight, packed, p.problem, blockIdx.x - turning);
 }

@@ -17,6 +17,8 @@ from strategies import Ints, Problem, Specialisation, case
 from cuconvt import plan as planning
 from cuconvt import plan_correlate_wgmma as wgmma
 from cuconvt.plan import Device, Layout, Plan, Refusal
+from cuconvt.plan_correlate_turning import turning
+from cuconvt.plan_correlate_wgmma import plan_tile
 from cuconvt.plan_phase_wgmma import Box
 
 SHARED_BYTES = 227 * 1024
@@ -42,6 +44,7 @@ class Case:
     tile: wgmma.Tile
     index64: bool = False
     patches: bool = False  # boxes of 8 x 8 patches where there are some
+    turns: bool = False  # whether y, in rows, is made channels-last before
 
 
 def cases() -> dict[str, Case]:
@@ -80,6 +83,17 @@ def boxed_cases() -> dict[str, Case]:
         device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)
         this = Case(spec, dtype, precision, device, tile, index64=index % 5 == 4, patches=index % 4 == 3)
         found[f"boxed-{index}-{precision or dtype}-{rank}d"] = this
+    return found
+
+
+def turned_cases() -> dict[str, Case]:
+    """Return the same with y in rows, which are turned before, by name."""
+    found = {}
+    for name, this in boxed_cases().items():
+        channels = this.spec.c_in_per_group, this.spec.c_out_per_group
+        x_last = this.spec.x_layouts == LAST
+        rows = specialisation(this.spec.kernel, this.spec.stride, this.spec.dilation, channels, (x_last, False))
+        found[name.replace("boxed", "turned")] = dataclasses.replace(this, spec=rows, turns=True)
     return found
 
 
@@ -206,8 +220,13 @@ def planned_with(this: Case) -> AbstractContextManager[None]:
 
     def find(*problem: Any) -> Plan | Refusal:
         # The result of a call without `out` may have another layout than the case's.
-        merge_w = this.tile.merge_w and not problem[2].x_channels_last
-        return wgmma.plan_tile(*problem, dataclasses.replace(this.tile, merge_w=merge_w))
+        geometry, dtype, layout, *others = problem
+        tile = dataclasses.replace(this.tile, merge_w=this.tile.merge_w and not layout.x_channels_last)
+        if this.turns:
+            return turning(
+                geometry, dtype, layout, lambda of_turned: plan_tile(geometry, dtype, of_turned, *others, tile)
+            )
+        return plan_tile(*problem, tile)
 
     return planned_by(wgmma, this, find)
 

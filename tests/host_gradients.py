@@ -24,9 +24,9 @@ from cuconvt import plan_correlate_narrow as narrow
 from cuconvt import plan_weight_gradient_tma as tma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
+from cuconvt.plan_turn import TURN_THREADS
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_THREADS, sum_blocks
-from cuconvt.plan_weight_gradient_tma import TURN_THREADS
 from cuconvt.tensor_map import ITEMSIZES, TensorMap
 
 
@@ -61,14 +61,19 @@ class HostGradients:
 
     def correlate(self, y: Any, weight: Any, bias: Any, geometry: Geometry, out: Any) -> None:
         plan = self._plan(geometry, y.dtype.name, Layout.of(out, weight, bias, y))
-        role = INPUT
+        role, read = INPUT, Argument.array("y", INPUT, y)
         if plan.packed_words:
             packed = np.empty(plan.packed_words, np.uint32)
             grid = -(-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK))
             arrays = [Argument.array("weight", INPUT, weight), Argument.array("packed", OUTPUT, packed)]
-            self._launch(plan, f"{plan.kernel}_pack", grid, PACK_BLOCK, 0, arrays)
+            entry, numbers = "_pack", Argument("problem", VALUE, struct_of(plan.problem + plan.turns).tobytes())
+            if plan.turn_blocks:
+                entry, copy = "_pack_and_turn", _copied(plan.maps[0])
+                arrays += [read, Argument.array("turned", OUTPUT, copy)]
+            self._launch(plan, plan.kernel + entry, plan.turn_blocks + grid, PACK_BLOCK, 0, arrays, (), numbers)
             weight, role = packed, OF_KERNEL_BEFORE
-        read = Argument.array("y", INPUT, y)
+            if plan.turn_blocks:
+                read = Argument.array("y", OF_KERNEL_BEFORE, copy)
         arrays = [
             boxes_of(plan.maps[0], 5, "y") if plan.maps else read,
             Argument.array("weight", role, weight),
@@ -107,12 +112,7 @@ class HostGradients:
         """Return x and y, or channels-last copies where the plan has them made."""
         if not plan.turn_blocks:
             return [x, y]
-        copies = [
-            np.zeros(max(e * s for e, s in zip(of_one.extents[1:], of_one.strides, strict=True)) // 2, np.uint16)
-            if place >= 0
-            else None
-            for place, of_one in zip(plan.turned, plan.maps, strict=True)
-        ]
+        copies = [_copied(of_one) if place >= 0 else None for place, of_one in zip(plan.turned, plan.maps, strict=True)]
         results = [
             Argument(name, ABSENT) if copy is None else Argument.array(name, OUTPUT, copy)
             for name, copy in zip("xy", copies, strict=True)
@@ -152,6 +152,11 @@ class HostGradients:
     def close(self) -> None:
         for running in self.programs.values():
             running.close()
+
+
+def _copied(of_one: TensorMap) -> Any:
+    """Return memory for the copy of an array that is made channels-last, as a map reads it."""
+    return np.zeros(max(e * s for e, s in zip(of_one.extents[1:], of_one.strides, strict=True)) // 2, np.uint16)
 
 
 def written_slots(plan: Plan, parts: Argument) -> Argument:

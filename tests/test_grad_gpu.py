@@ -235,10 +235,45 @@ def test_strided_rows(cupy: Any, by_rows: None, name: str, dtype: str, precision
         check(operation, ROWS[name], dtype, cupy, precision)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_far_apart(cupy: Any, by_rows: None, dtype: str) -> None:
+    check("input", case((3, 64, 205), 24, 20, stride=10, padding=5, groups=1), dtype, cupy)
+
+
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
 @pytest.mark.parametrize("name", ["overlapping", "apart", "flat"])
 def test_special_values_of_strided_rows(cupy: Any, by_rows: None, name: str, precision: str) -> None:
     special_values_land_where_the_definition_puts_them(ROWS[name], precision)
+
+
+# The same where copies bring y once it is turned, and y whose rows are anywhere.
+TURNED = {
+    **{name: ROWS[name] for name in ROWS if ROWS[name].groups == 1},
+    "backwards": case((2, 24, 5, 9, 12), 20, 3, stride=2, padding=1, out_layout="negative"),
+    "misaligned": case((3, 64, 17, 20), 64, 4, stride=2, padding=1, out_layout="misaligned"),
+    "cropped": case((2, 40, 99), 35, 6, stride=4, padding=1, x_layout="channels_last", out_layout="cropped"),
+    "by_five_and_eight": case((2, 21, 13, 15), 21, (10, 16), stride=(5, 8), padding=4, has_bias=True),
+    "last": case((2, 21, 13, 15), 21, 10, stride=5, padding=2, out_layout="channels_last"),
+}
+
+
+@pytest.fixture
+def by_turning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Turn y before, whatever the estimates say."""
+    from cuconvt import cuda_gradients
+    from cuconvt.plan_correlate_turning import plan_correlate_turning
+
+    monkeypatch.setattr(cuda_gradients, "make_correlate_plan", plan_correlate_turning)
+    cuda_gradients._prepare_correlate.cache_clear()
+    yield
+    cuda_gradients._prepare_correlate.cache_clear()
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
+@pytest.mark.parametrize("name", TURNED)
+def test_rows_turned_before(cupy: Any, by_turning: None, name: str, dtype: str, precision: str | None) -> None:
+    for operation in ("input", "conv"):
+        check(operation, TURNED[name], dtype, cupy, precision)
 
 
 # Channels-last y that bulk tensor copies bring, in rows of 32 to 128 bytes.

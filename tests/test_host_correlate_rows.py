@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter
 
 import numpy as np
 import pytest
 from gradients import check
 from host.build import kernel_sources, why_not
-from host_correlate_rows import Case, bytes_copied, cases, of_each_way, on_host, plan_for
+from host_correlate_rows import Case, bytes_copied, cases, draw_tile, of_each_way, on_host, plan_for
 from host_correlate_wgmma import EXTENTS, LONGEST, SHARED_BYTES, smallest
 from host_gradients import check_drawn, specialisation
 from strategies import Problem
@@ -41,6 +42,21 @@ def test_any_geometry(name: str) -> None:
         for operation, problem in alone:
             check(operation, problem, this.dtype, precision=this.precision, calls=1)
         check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dtype", "precision"),
+    [(12, 10, "bfloat16", None), (17, 16, "float16", None), (7, 6, "float32", "tf32"), (7, 7, "float32", "tf32x3")],
+)
+def test_far_apart_along_w(kernel: int, stride: int, dtype: str, precision: str | None) -> None:
+    spec = specialisation((kernel,), (stride,), (1,), (8, 17), (False, False))
+    spec = dataclasses.replace(spec, shifts=(3,))
+    tile = draw_tile(random.Random(stride), spec, dtype, precision)
+    assert tile is not None
+    this = Case(spec, dtype, precision, Device(90, 2, SHARED_BYTES), tile)
+    with on_host(this):
+        for problem in (smallest(spec, (261,), (3, 0)), *of_each_way(this).values()):
+            check("input", problem, dtype, precision=precision, calls=1)
 
 
 def test_every_kind_of_tile_is_reached() -> None:

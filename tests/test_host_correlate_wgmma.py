@@ -24,6 +24,7 @@ from host_correlate_wgmma import (
     read_by_vectors,
     serves,
     smallest,
+    turned_cases,
     whole_rows,
 )
 from host_gradients import check_drawn, specialisation
@@ -31,6 +32,7 @@ from strategies import Problem, case
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 from cuconvt.plan import Device, Plan
+from cuconvt.plan_correlate_turning import turned_y
 from cuconvt.plan_correlate_wgmma import Tile, Work, _can_fold, _groups_of_row, as_read, plan_correlate_wgmma, tiles
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -38,6 +40,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 BUDGET = 0.03  # a wgmma of 128 threads takes longer than its products
 CASES = cases()
 BOXED_CASES = boxed_cases()
+TURNED_CASES = turned_cases()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -74,6 +77,25 @@ def test_any_geometry_of_boxes(name: str) -> None:
             problem = smallest(this.spec, extent, groups=1)
             check("input", problem, this.dtype, precision=this.precision, calls=1)
         check_drawn(this.spec, LONGEST[rank], BUDGET, BOXED_CASES, name, alike)
+
+
+@pytest.mark.parametrize("name", TURNED_CASES)
+def test_any_geometry_of_rows_that_are_turned(name: str) -> None:
+    this = TURNED_CASES[name]
+    rank = len(this.spec.kernel)
+    with on_host(this):
+
+        def alike(problem: Problem) -> None:
+            geometry = geometry_of(problem)
+            layout = dataclasses.replace(layout_of(this.spec, problem), out=turned_y(geometry, this.dtype).strides)
+            if Work(*as_read(geometry, layout), this.dtype, this.precision).shape.boxes:
+                check("input", problem, this.dtype, precision=this.precision, calls=1)
+
+        for extent in EXTENTS[rank]:
+            problem = smallest(this.spec, extent, groups=1)
+            assert dict(plan_for(this, problem).defines)["X_TURNED"]
+            check("input", problem, this.dtype, precision=this.precision, calls=1)
+        check_drawn(this.spec, LONGEST[rank], BUDGET, TURNED_CASES, name, alike)
 
 
 # Kernel = stride along W, whose taps are channels of y: kernel, stride, channels, whether the result is channels-last,
@@ -132,6 +154,30 @@ def test_groups_are_joined(name: str) -> None:
                 problem = smallest(spec, extent, (1, 0), groups=groups)
                 assert dict(plan_for(this, problem).defines)["JOINED"] == joined
                 check("input", problem, dtype, precision=precision, calls=1)
+
+
+# More remainders of taps modulo the stride along D and H than an item has bits for: kernel, stride, channels.
+MANY_CLASSES = {
+    "2d": ((6, 5), (6, 5), (17, 24), ("bfloat16", None)),
+    "2d-overlapping": ((10, 9), (5, 6), (8, 8), ("float32", "tf32")),
+    "3d": ((5, 2, 3), (5, 2, 2), (12, 16), ("float16", None)),
+}
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("name", MANY_CLASSES)
+def test_many_classes(name: str, turns: bool) -> None:
+    kernel, stride, channels, (dtype, precision) = MANY_CLASSES[name]
+    rank, last = len(kernel), specialisation(kernel, stride, (1,) * len(kernel), channels, (False, True))
+    spec = specialisation(kernel, stride, (1,) * rank, channels, (False, not turns))
+    read = as_read(geometry_of(smallest(last, groups=1)), layout_of(last, smallest(last, groups=1)))
+    found = [tile for tile in tiles(Work(*read, dtype, precision)) if serves(last, dtype, precision, tile)]
+    assert all(tile.boxed for tile in found)
+    for tile in (found[0], found[-1]):
+        this = Case(spec, dtype, precision, Device(90, 2, SHARED_BYTES), tile, turns=turns)
+        with on_host(this):
+            problem = smallest(spec, {2: (7, 11), 3: (3, 4, 5)}[rank], (1, 0), groups=1)
+            check("input", problem, dtype, precision=precision, calls=1)
 
 
 def test_groups_are_joined_only_where_each_fills_products() -> None:
@@ -261,6 +307,9 @@ BOXED = dataclasses.replace(
     patches=True,
 )
 FLAT = dataclasses.replace(BOXED, patches=False)
+TURNED = dataclasses.replace(
+    BOXED, spec=specialisation((3, 3), (2, 2), (1, 1), (12, 40), (False, False)), patches=False, turns=True
+)
 JOINS = Case(
     specialisation((3, 3), (2, 2), (1, 1), (8, 8), (False, True)),
     "float32",
@@ -366,6 +415,13 @@ FAULTS = {
         BOXED,
     ),
     "boxes over the slots": ("? round_up(BARRIER_BYTES + RING", "? round_up(BARRIER_BYTES + 0 * RING", None, BOXED),
+    "no wait for the kernel that turns": (
+        "if (X_TURNED && index == blockIdx.x) wait_for_kernel_before();",
+        "",
+        KERNEL_BEFORE,
+        TURNED,
+    ),
+    "turned channels of another piece": ("+ piece * PIECE * t.stride[1]", "", VALUES, TURNED),
     "sums of another group": ("of.step / (CLASS_STEPS / JOINED);", "0;", VALUES, JOINS),
     "weights of the first group": ("(group * JOINED + joined) * p", "group * JOINED * p", VALUES, JOINS),
     "weights of two groups": (
@@ -393,6 +449,6 @@ def test_fault_is_caught(name: str) -> None:
         run(this, plant(kernel_sources("correlate_wgmma.cu"), before, after))
 
 
-@pytest.mark.parametrize("this", [PASSING, MERGED, COPIED, BOXED, JOINS])
+@pytest.mark.parametrize("this", [PASSING, MERGED, COPIED, BOXED, TURNED, JOINS])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this, kernel_sources("correlate_wgmma.cu"))

@@ -23,13 +23,13 @@ from test_plan import problem_of
 import cuconvt
 from cuconvt import plan_weight_gradient_tma as planner
 from cuconvt.plan import Device, Plan, Refusal
+from cuconvt.plan_turn import TURN_FIELDS
 from cuconvt.plan_weight_gradient_tma import (
     COPIER_REGISTERS,
     FEW_PARTS,
     KINDS,
     MAX_REGISTERS,
     OTHER_REGISTERS,
-    TURN_FIELDS,
     Shape,
     Share,
     Sides,

@@ -72,9 +72,8 @@ def program(sources: Mapping[str, str], file: str, entry: str, defines: Defines 
     All kernels of a file are one program, which has a name for each of them.
     """
     family = Path(file).stem
-    entries = [
-        name for name in (family, f"{family}_pack", f"{family}_add", f"{family}_turn") if f" {name}(" in sources[file]
-    ]
+    parts = ("", "_pack", "_pack_and_turn", "_add", "_turn")
+    entries = [family + part for part in parts if f" {family}{part}(" in sources[file]]
     entries = entries if entry in entries else [entry]
     macros = ["-DKERNELS=" + " ".join(f"KERNEL({name})" for name in entries)]
     flags = (*STANDARD, *KERNEL, *macros, *(f"-D{name}={value}" for name, value in defines))

@@ -1,0 +1,83 @@
+"""Plans of correlations in rows whose y is made channels-last before, for ``kernels/correlate_wgmma.cu``.
+
+Boxes of channels-last y come by bulk tensor copies, while rows are turned by threads of the kernel itself, once for
+each block that reads them. To turn y before costs its bytes twice, of which those written stay in L2 where y is small,
+and no more than a few microseconds, since the kernel that packs the weights does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import Device, Layout, Plan, Refusal
+from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
+from cuconvt.plan_turn import Array, channels_last, turn_of
+from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES
+from cuconvt.tensor_map import ITEMSIZES, reads
+
+NAME = "correlate_wgmma of turned y"
+FEWEST_CHANNELS = 16  # of y: fewer are padded to whole pieces, and kernels for few channels are faster
+# Up to so many bytes of turned y, by those of an element, stay in an H200's L2: a third of it in float32, less in 16
+# bits, whose rows are turned faster where they are read.
+SMALL = {2: 10 * 2**20, 4: 16 * 2**20}
+FREE_BYTES = 2**20  # of small y, that are turned in the time that weights are packed
+# Read and written in a clock of a multiprocessor. Of small y more than memory's, since blocks of a small problem wait
+# longer than estimates say; of other y, which is turned where nothing else is nearly as fast.
+TURNED_BYTES_A_CLOCK, MEMORY_BYTES_A_CLOCK, COMPARED_OF_LARGE = 50, 15, 1.5
+
+
+def plan_correlate_turning(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, most: float = inf
+) -> Plan | Refusal:
+    """Propose the plan for channels-last y, or say why y is not turned; with `most`, also where it would cost more."""
+    if precision not in (None, "tf32") or dtype not in ITEMSIZES:
+        return Refusal(NAME, f"rows are as fast in {precision or dtype}")
+    if geometry.c_out < FEWEST_CHANNELS:
+        return Refusal(NAME, f"serves at least {FEWEST_CHANNELS} channels of y")
+    turned, itemsize = turned_y(geometry, dtype), ITEMSIZES[dtype]
+    if reads(layout.out, turned.extents, layout.out_aligned, itemsize):
+        return Refusal(NAME, "bulk tensor copies bring y as it is")
+    if (size := turned.bytes(itemsize)) > MAX_WORKSPACE_BYTES:
+        return Refusal(NAME, f"turned y takes {size} bytes, more than {MAX_WORKSPACE_BYTES}")
+
+    def of_turned(layout: Layout) -> Plan | Refusal:
+        return plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=most)
+
+    return turning(geometry, dtype, layout, of_turned)
+
+
+def turning(
+    geometry: Geometry, dtype: str, layout: Layout, of_turned: Callable[[Layout], Plan | Refusal]
+) -> Plan | Refusal:
+    """Return the plan of the layout that turned y has, with what turns it."""
+    itemsize, turned = ITEMSIZES[dtype], turned_y(geometry, dtype)
+    plan = of_turned(replace(layout, out=turned.strides, out_aligned=True))
+    if isinstance(plan, Refusal):
+        return Refusal(NAME, plan.reason)
+    if not plan.maps:
+        return Refusal(NAME, "bulk tensor copies would not bring y")
+    turn, size = turn_of(Array(turned.extents, layout.out), 0, layout.out_aligned, itemsize), turned.bytes(itemsize)
+    return replace(
+        plan,
+        defines=(*plan.defines, ("X_TURNED", 1)),
+        cost=_cost(plan.cost, size, itemsize),
+        workspace_bytes=size,
+        turned=(-1, 0),
+        turns=turn,
+        turn_blocks=turn[-1],
+    )
+
+
+def _cost(cost: float, size: int, itemsize: int) -> float:
+    """Return the cost of a plan together with that of turning so many bytes."""
+    if size <= SMALL[itemsize]:
+        return cost + 2 * max(0, size - FREE_BYTES) / TURNED_BYTES_A_CLOCK
+    return COMPARED_OF_LARGE * (cost + 2 * size / MEMORY_BYTES_A_CLOCK)
+
+
+def turned_y(geometry: Geometry, dtype: str) -> Array:
+    """Return y as it is when it is turned."""
+    return channels_last((geometry.n, geometry.c_out, *geometry.out_extent), ITEMSIZES[dtype])

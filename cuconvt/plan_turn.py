@@ -1,0 +1,52 @@
+"""Arrays that a kernel makes channels-last before, so that bulk tensor copies can read them: ``kernels/turn.cuh``."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from cuconvt.plan import Ints, round_up
+from cuconvt.tensor_map import STRIDE_BYTES
+
+TURN_THREADS = 256
+TURN_FIELDS = 20  # of ``struct Turn``
+
+
+class Array(NamedTuple):
+    """An array as copies read it: extents and strides, in elements, of N, channels, D, H, W."""
+
+    extents: Ints
+    strides: Ints
+
+    def bytes(self, itemsize: int) -> int:
+        return round_up(itemsize * self.extents[0] * self.strides[0], 256)
+
+
+def channels_last(extents: Ints, itemsize: int) -> Array:
+    _, channels, d, h, w = extents
+    padded = round_up(channels, STRIDE_BYTES // itemsize)
+    return Array(extents, (d * h * w * padded, 1, h * w * padded, w * padded, padded))
+
+
+def turn_of(array: Array, first: int, aligned: bool, itemsize: int) -> Ints:
+    """Return the parameters of the kernel that turns an array whose element `first` is the first one to read."""
+    piece = STRIDE_BYTES // itemsize
+    (n, channels, *spatial), (of_n, of_channels, *of_axes) = array.extents, list(array.strides)
+    extents, strides = list(spatial), list(of_axes)
+    # Axes that follow each other in memory are one.
+    for axis in (1, 0):
+        if extents[axis] == 1 or strides[axis] == extents[2] * strides[2]:
+            extents[2] *= extents[axis]
+            extents[axis] = 1
+        elif axis == 1:
+            break
+    distances = (of_n if n > 1 else 0, of_channels, *(s for s, e in zip(strides[:2], extents, strict=False) if e > 1))
+    wide = aligned and strides[2] == 1 and not any(number % piece for number in (*distances, extents[2], first))
+    blocks = _blocks(n, channels, extents, wide, piece)
+    return (n, channels, *extents, of_n, of_channels, *strides, first, int(wide), *(0,) * 7, blocks)
+
+
+def _blocks(n: int, channels: int, extents: list[int], wide: bool, piece: int) -> int:
+    places, across = n * prod(extents) // (piece if wide else 1), 4 if wide else 2
+    warps = -(-places // (32 // across)) * -(-channels // (piece * across))
+    return -(-32 * warps // TURN_THREADS)

@@ -1,0 +1,62 @@
+// Arrays that bulk tensor copies cannot read become channels-last before, with as many channels as fill pieces of 16 bytes. A
+// thread turns a piece's channels: of as many positions of a row in registers, or of a single position.
+#pragma once
+
+#include "pieces.cuh"
+
+// An array, and what is read of it.
+struct Turn {
+    long long n, channels, extent[3], stride[5];  // N, channels (of a group where it is prepared), D, H, W
+    long long first;                              // element
+    long long wide;                               // whether pieces along W are aligned
+    long long groups, box[3], boxes[3];           // where it is prepared, along D, H, W
+    long long blocks;                             // of the launch, 0 where it is read as it is
+};
+constexpr int TURN_THREADS = 256;
+
+// Positions of a row, in pieces of as many channels as a piece has elements.
+__device__ __forceinline__ Piece take_position(const Piece (&rows)[PIECE], int position) {
+    unsigned words[PIECE];
+#pragma unroll
+    for (int c = 0; c < PIECE; ++c) words[c] = rows[c].value[position * 4 / PIECE];
+#if DTYPE == FLOAT32
+    return Piece{{words[0], words[1], words[2], words[3]}};
+#else
+    return take_halves(words, position % 2);
+#endif
+}
+
+__device__ __forceinline__ void turn(const Stored* from, Stored* to, const Turn& t, unsigned block) {
+    const int pieces = (int)((t.channels + PIECE - 1) / PIECE);
+    const unsigned width = (unsigned)(t.wide ? t.extent[2] / PIECE : t.extent[2]);
+    const unsigned places = (unsigned)(t.n * t.extent[0] * t.extent[1]) * width;
+    // Of a warp, so many neighbours write channels that follow each other, and the others take the next positions.
+    const int across = t.wide ? 4 : 2;
+    const unsigned i = block * (unsigned)TURN_THREADS + threadIdx.x, sets = (unsigned)((pieces + across - 1) / across);
+    const unsigned down = 32 / (unsigned)across, round = i / 32;
+    const unsigned piece = round % sets * across + i % across, place = round / sets * down + i % 32 / across;
+    if (piece >= (unsigned)pieces || place >= places) return;
+    unsigned rest = place;
+    const unsigned w = rest % width;
+    rest /= width;
+    const unsigned h = rest % (unsigned)t.extent[1];
+    rest /= (unsigned)t.extent[1];
+    const unsigned d = rest % (unsigned)t.extent[0], n = rest / (unsigned)t.extent[0];
+    from += t.first + n * t.stride[0] + piece * PIECE * t.stride[1] + d * t.stride[2] + h * t.stride[3] +
+            w * t.stride[4] * (t.wide ? PIECE : 1);
+    const int left = (int)t.channels - (int)piece * PIECE;
+    Piece rows[PIECE];
+    if (t.wide) {
+#pragma unroll
+        for (int c = 0; c < PIECE; ++c)
+            rows[c] = c < left ? *reinterpret_cast<const Piece*>(from + c * t.stride[1]) : Piece{{0, 0, 0, 0}};
+        issue_in_order();
+#pragma unroll
+        for (int position = 0; position < PIECE; ++position)
+            reinterpret_cast<Piece*>(to)[(place * PIECE + position) * (long long)pieces + piece] = take_position(rows, position);
+    } else {
+#pragma unroll
+        for (int c = 0; c < PIECE; ++c) rows[c].value[0] = c < left ? bits_of(from[c * t.stride[1]]) : 0;
+        reinterpret_cast<Piece*>(to)[place * (long long)pieces + piece] = take_position(rows, 0);
+    }
+}
