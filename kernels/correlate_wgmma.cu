@@ -514,28 +514,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (warp >= 4 * WORKERS) {
         give_registers<STAGER_REGISTERS>();
         const int thread = threadIdx.x - WORKER_THREADS - 32;
-        if (thread < 0 && lane) return;
-        if (thread < 0) wait_for_kernel_before();  // it packs the weights, while x is staged
-        int team = 0;
-#if !BOXED
-        const int count = s.d * s.h * s.w;  // of copied positions, at most: rounding or splitting others again is harmless
-        UnderWay under_way = {0, 0};
-#endif
-        for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
-            const Block b = locate(index, p);
-            if (thread < 0) {
-                const int slots_of_box = KERNEL_D * KERNEL_H * SETS_W * SLOTS_A_ROW * chunks;
+        if (thread < 0) {
+            if (lane) return;
+            wait_for_kernel_before();  // it packs the weights, while x is staged
+            const int slots_of_box = KERNEL_D * KERNEL_H * SETS_W * SLOTS_A_ROW * chunks;
+            for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
+                const Block b = locate(index, p);
                 const Piece* from = packed + (b.group * p.tiles[3] + b.tile_c) * slots_of_box * (long long)SLOT;
                 bring_weights<SLOT * sizeof(Piece)>(weight_ring, slots, from, slots_of_box);
                 if (RESIDENT) return;
-                continue;
             }
-            Ring ring = x_ring.of_team(team);
+            return;
+        }
 #if BOXED
-            if (thread) return;
-            if (X_TURNED && index == blockIdx.x) wait_for_kernel_before();
-            bring_boxes(ring, stages + team * X_STAGES * PLANES * s.plane, x, p, s, b, chunks);
+        // A team's boxes are brought by one thread, of a warp of its own, which waits for no other team.
+        const int team = thread / 32;
+        if (lane || team >= TEAMS) return;
+        if (X_TURNED) wait_for_kernel_before();
+        Ring ring = x_ring.of_team(team);
+        for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x)
+            bring_boxes(ring, stages + team * X_STAGES * PLANES * s.plane, x, p, s, locate(index, p), chunks);
 #else
+        int team = 0;
+        const int count = s.d * s.h * s.w;  // of copied positions, at most: rounding or splitting others again is harmless
+        UnderWay under_way = {0, 0};
+        for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
+            const Block b = locate(index, p);
+            Ring ring = x_ring.of_team(team);
             warps_sync(1, STAGERS);  // nobody reads the items of the box before
             find_items(items, p, s, b, thread);
             warps_sync(1, STAGERS);
@@ -556,14 +561,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
                 ring.next<X_STAGES>();
             });
-#endif
             if (++team == TEAMS) {  // all rings are as far as this one
                 team = 0;
                 x_ring.place = ring.place;
                 x_ring.round = ring.round;
             }
         }
-#if !BOXED
         while (under_way.count > 0) hand_over<0>(under_way, stages, x_ring.full, count, s.plane, thread);
 #endif
         return;
@@ -712,8 +715,8 @@ struct PackAndTurn {
     Turn of_x;
 };
 
-extern "C" __global__ void __launch_bounds__(TURN_THREADS)
-    correlate_wgmma_pack_and_turn(const Stored* weight, Piece* packed, const Stored* x, Stored* turned_x, const PackAndTurn p) {
+extern "C" __global__ void correlate_wgmma_pack_and_turn(const Stored* weight, Piece* packed, const Stored* x, Stored* turned_x,
+                                                         const PackAndTurn p) {
     let_next_kernel_start();
     const unsigned turning = (unsigned)p.of_x.blocks;
     if (blockIdx.x < turning) return turn(x, turned_x, p.of_x, blockIdx.x);

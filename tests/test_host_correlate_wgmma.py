@@ -323,8 +323,8 @@ TOO_EARLY = "before the wait that covers the copy"
 FAULTS = {
     "no wait for x": ("            x_ring.wait_until_full();\n", "", UNWRITTEN + "|" + IN_USE, PASSING),
     "no wait for the kernel that packs": (
-        "        if (thread < 0) wait_for_kernel_before();",
-        "",
+        "            wait_for_kernel_before();  // it packs",
+        "            // it packs",
         KERNEL_BEFORE,
         PASSING,
     ),
@@ -416,7 +416,7 @@ FAULTS = {
     ),
     "boxes over the slots": ("? round_up(BARRIER_BYTES + RING", "? round_up(BARRIER_BYTES + 0 * RING", None, BOXED),
     "no wait for the kernel that turns": (
-        "if (X_TURNED && index == blockIdx.x) wait_for_kernel_before();",
+        "if (X_TURNED) wait_for_kernel_before();",
         "",
         KERNEL_BEFORE,
         TURNED,
