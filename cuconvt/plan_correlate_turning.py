@@ -26,7 +26,7 @@ SMALL = {2: 10 * 2**20, 4: 16 * 2**20}
 FREE_BYTES = 2**20  # of small y, that are turned in the time that weights are packed
 # Read and written in a clock of a multiprocessor. Of small y more than memory's, since blocks of a small problem wait
 # longer than estimates say; of other y, which is turned where nothing else is nearly as fast.
-TURNED_BYTES_A_CLOCK, MEMORY_BYTES_A_CLOCK, COMPARED_OF_LARGE = 50, 15, 1.5
+TURNED_BYTES_A_CLOCK, MEMORY_BYTES_A_CLOCK, COMPARED_OF_LARGE = 50, 15, 2
 
 
 def plan_correlate_turning(

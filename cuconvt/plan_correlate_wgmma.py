@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil, gcd, inf, prod
 from typing import NamedTuple
@@ -45,7 +45,7 @@ from cuconvt.plan_phase_wgmma import (
     Box,
     Shape,
 )
-from cuconvt.plan_search import of_tile, remembered
+from cuconvt.plan_search import cheapest_tile, of_tile, remembered, step_of_size
 from cuconvt.plan_turned import turned
 from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, TensorMap, reads, spans
 
@@ -60,7 +60,7 @@ REGISTERS = {
     (1, 2, 2): ((112, 64),),
     (1, 1, 3): ((96, 64),),
 }
-# The same where bulk tensor copies bring x: two threads stage.
+# The same where bulk tensor copies bring x: a thread for each team and one for weights stage.
 REGISTERS_OF_BOXED = {(2, 1, 1): ((232, 40),), (1, 1, 2): ((216, 40),), (3, 1, 1): ((152, 40),)}
 FOLDED_BYTES = 128  # of a row: channels of all taps along W
 ROWS_OF_GROUPS = 64, 128  # bytes of a row: channels of all groups
@@ -95,10 +95,30 @@ class Rates(NamedTuple):
 
 
 BY_THREADS = Rates(11.7, 0.35, 870, 570, (FEW_POSITIONS, POSITIONS))
-# By bulk tensor copies: fitted to 180 tiles' times for 12 problems with a stride (12% rms), but for overlap, chunk and
-# positions, which are those that choose the best of these tiles, and of 71 for 11 problems without a stride.
-BOXED = Rates(21, 0.2, 0, 300, (100, POSITIONS))
-BOXED_UNSTRIDED = BOXED._replace(positions=(410, 5000))
+# By bulk tensor copies, without a stride (fitted to 71 tiles' times for 11 problems), and of joined groups.
+UNSTRIDED_BOXES = Rates(21, 0.2, 0, 300, (410, 5000))
+JOINED_BOXES = UNSTRIDED_BOXES._replace(positions=(100, POSITIONS))
+
+
+class StridedRates(NamedTuple):
+    """The same with a stride: bytes a clock, and clocks; fitted to 1930 tiles' times for 42 problems (12% rms)."""
+
+    copied: float = 168  # bytes of x, and clocks of each row of them
+    row: float = 0.9
+    weights: float = 72  # bytes, beside them
+    memory: float = 24.3  # bytes
+    product: float = 15.4  # clocks of a wgmma, and of each of its columns
+    column: float = 0.23
+    stage: float = 1340  # clocks from asking for a stage to having it, of which all but one are under way
+    slot: float = 790  # the same of a slot of weights
+    box: float = 412  # clocks
+    outputs: float = 5.9  # clocks of 32 results
+    norm: float = 2.2
+    positions: tuple[int, int] = (100, POSITIONS)
+
+
+STRIDED = StridedRates()
+STRIDED_LEVEL = 1.1  # of the estimates that are compared with those of other tiles and kernels
 COPIED_BYTES_A_CLOCK, COPIED_ROW_CLOCKS = 250, 1.75  # of such copies: a row takes as long, besides its bytes
 COPIED_WEIGHTS_A_CLOCK = 107  # bytes beside them
 JOINED_AHEAD, JOINED_THREE = 0.9, 0.97  # of joined groups' with more than two stages, and three workers: of 20 problems
@@ -175,7 +195,23 @@ def plan_correlate_wgmma(
         reason = f"no box with its halo fits into {device.shared_bytes} bytes of shared memory"
         return Refusal("correlate_wgmma", reason)
     tile, cost, _ = min(choices, key=lambda choice: choice[2])
+    if tile.boxed and tile.joined == 1:
+        tile = _tile_of_size(geometry, dtype, layout, precision, device, tile)
     return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
+
+
+def _tile_of_size(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile
+) -> Tile:
+    """Return the tile whose boxes take the least time for so many positions, or the given one without a stride."""
+    g, read = as_read(geometry, layout, tile.fold)
+    work = Work(g, read, dtype, precision, tile.fold)
+    if work.unstrided or min(*g.out_extent, g.n) == 0:
+        return tile
+    of_size = choose_tile_of_size(
+        work.shape, step_of_size(g.n) * g.groups, _triple(map(step_of_size, g.out_extent)), device
+    )
+    return tile if of_size is None else of_size[0]
 
 
 def plan_turned_correlate_wgmma(
@@ -536,9 +572,9 @@ class Work(phase_wgmma.Work):
         """Estimate a multiprocessor's clocks for one box."""
         assert isinstance(tile, Tile)
         s, columns = self.shape, self.columns(tile)
-        rates = BY_THREADS
-        if tile.boxed:
-            rates = BOXED_UNSTRIDED if self.unstrided else BOXED
+        if tile.boxed and not self.unstrided and s.joined == 1:
+            return STRIDED_LEVEL * self.clocks_of_strided_box(tile, box) * self._last_round(tile, STRIDED.positions)
+        rates = (JOINED_BOXES if s.joined > 1 else UNSTRIDED_BOXES) if tile.boxed else BY_THREADS
         rows = s.kernel[0] * s.kernel[1] * -(-s.c_in // self.channels(tile))  # of taps along W
         products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team * s.products
         if tile.merge_w:  # some classes have a tap less
@@ -578,16 +614,73 @@ class Work(phase_wgmma.Work):
         busiest = max(shared, tensor, l2, memory, issue, staging)
         others = shared + tensor + l2 + memory + issue + staging - busiest
         waits = stages * rates.chunk * (1 if tile.x_stages == 2 else DEEP) + rates.box
-        at_once = tile.min_blocks * tile.workers // tile.team  # boxes of a multiprocessor
-        clocks = busiest + rates.overlap * others + waits / at_once
+        clocks = busiest + rates.overlap * others + waits / self._at_once(tile)
         if tile.boxed and tile.take_turns and self.unstrided:
             clocks *= TURNS
         if s.joined > 1:
             clocks *= (JOINED_AHEAD if tile.x_stages > 2 else 1) * (JOINED_THREE if tile.workers == 3 else 1)
-        # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
-        share = rates.positions[0 if max(s.c_in, s.c_out) >= WIDE else 1]
-        rounds = share * s.c_out / (tile.rows * 8 * tile.tiles_c * at_once)
-        return clocks * (1 + 0.5 / rounds)
+        return clocks * self._last_round(tile, rates.positions)
+
+    def clocks_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float | None:
+        """Estimate the clocks of a launch that takes so many positions so many times, or None where no box fits."""
+        times *= -(-self.shape.c_out // (8 * tile.tiles_c))
+        box = self.box_of_launch(tile, extents, times, device)
+        if box is None:
+            return None
+        return self._clocks_of_boxes(tile, box, times * phase_wgmma._count(extents, box.extent), device)
+
+    def least_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float:
+        """Return a lower bound of the same: with boxes without a halo, as many as the device holds at a time."""
+        times *= -(-self.shape.c_out // (8 * tile.tiles_c))
+        positions, held = prod(extents), device.multiprocessors * self._at_once(tile)
+        bounds = []
+        for rows in range(64, tile.rows + 1, 64):
+            boxes = round_up(times * -(-positions // rows), held)
+            of_box = times * positions // boxes
+            bounds.append(self._clocks_of_boxes(tile, Box((1, 1, of_box), (0, 0), of_box, 0), boxes, device))
+        return min(bounds)
+
+    def _clocks_of_boxes(self, tile: Tile, box: Box, boxes: int, device: Device) -> float:
+        rounds = -(-boxes // (device.multiprocessors * self._at_once(tile)))
+        return rounds * self._at_once(tile) * self.clocks_of_strided_box(tile, box)
+
+    def _at_once(self, tile: phase_wgmma.Tile) -> int:
+        """Return how many boxes a multiprocessor has at a time."""
+        return tile.min_blocks * tile.workers // tile.team
+
+    def clocks_of_strided_box(self, tile: Tile, box: Box) -> float:
+        """Estimate a multiprocessor's clocks for one box that copies bring with a stride.
+
+        What bounds them adds to each other as in a norm.
+        """
+        s, r = self.shape, STRIDED
+        stages, at_once = self.stages(tile), self._at_once(tile)
+        rows = s.kernel[0] * s.kernel[1] * -(-s.c_in // self.channels(tile))  # of taps along W
+        products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team
+        staged = stages * box.plane * tile.k_steps * 32  # bytes of x
+        positions, tiles_c = prod(box.extent), -(-s.c_out // (8 * tile.tiles_c))
+        outputs = positions * min(8 * tile.tiles_c, s.c_out)
+        copies = staged / r.copied + staged / (32 * tile.class_steps) * r.row
+        waits_for_weights = 0.0
+        if not tile.resident:
+            copies += self.slots(tile) * self.slot_bytes(tile) / r.weights
+            waits_for_weights = self.slots(tile) * r.slot / (tile.ring - 1) / tile.min_blocks
+        read = positions * prod(self.live) * s.c_in * s.itemsize / tiles_c
+        bounds = (
+            products * (r.product + r.column * self.columns(tile)),
+            copies,
+            (read + outputs * s.itemsize) / r.memory,
+            stages * r.stage / (tile.x_stages - 1) / at_once,
+            waits_for_weights,
+        )
+        norm: float = sum(bound**r.norm for bound in bounds) ** (1 / r.norm)
+        return norm + (r.box + r.outputs * outputs / 32) / at_once
+
+    def _last_round(self, tile: Tile, positions: tuple[int, int]) -> float:
+        """Estimate how much longer boxes take, as in the last of their rounds half of the multiprocessors are idle."""
+        s, at_once = self.shape, self._at_once(tile)
+        share = positions[0 if max(s.c_in, s.c_out) >= WIDE else 1]
+        return 1 + 0.5 * tile.rows * 8 * tile.tiles_c * at_once / (share * s.c_out)
 
 
 @remembered(Tile)
@@ -595,6 +688,19 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all channels of a group)."""
     work = Work.of(shape)
     return phase_wgmma.best_tile(work, bounded_tiles(shape), device)
+
+
+@remembered(Tile)
+def choose_tile_of_size(shape: Shape, times: int, extents: Ints, device: Device) -> tuple[Tile, float] | None:
+    """Return the best of the tiles whose x copies bring with a stride, for so many positions so many times."""
+    work = Work.of(shape)
+    assert isinstance(work, Work)
+    every = [tile for tile in tiles(work) if tile.boxed]
+    every += [dataclasses.replace(tile, ring=phase_wgmma.LONGER_RING) for tile in every if not tile.resident]
+    return cheapest_tile(
+        ((work.least_of_size(tile, times, extents, device), tile) for tile in every),
+        lambda tile: work.clocks_of_size(tile, times, extents, device),
+    )
 
 
 @remembered()
@@ -613,7 +719,7 @@ def bounded_tiles(shape: Shape) -> list[tuple[float, Tile]]:
 
 
 def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
-    """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
+    """Yield the tiles that a problem may use."""
     assert isinstance(work, Work)
     shape = work.shape
     eights = -(-shape.c_out // 8)
@@ -692,6 +798,11 @@ def _are_boxes(geometry: Geometry, layout: Layout, itemsize: int, joined: int) -
     reached = max(*extents, *(o * s for o, s in zip(g.out_extent, g.stride, strict=True)))
     is_counted = min(extents) > 0 and reached < MAX_REACHED
     return alone and is_counted and layout.x_channels_last and reads(layout.x, extents, layout.x_aligned, itemsize)
+
+
+def _triple(extents: Iterable[int]) -> tuple[int, int, int]:
+    d, h, w = extents
+    return d, h, w
 
 
 def _parts_of_classes(work: Work) -> list[int]:

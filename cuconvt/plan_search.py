@@ -1,7 +1,7 @@
 """What planners share that choose the best of many tiles.
 
-Sizes computed once a tile, a search by bounds, and what was found: kept for the process and, where a caller asks for
-it, beyond that (`kept_in`).
+Sizes computed once a tile, a search by bounds, problems of about one size, and what was found: kept for the process
+and, where a caller asks for it, beyond that (`kept_in`).
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ def cheapest_tile(
         elif best is None or (cost, bound, i) < best:
             best = cost, bound, i
     return None if best is None else (every[best[2]][1], best[0])
+
+
+def step_of_size(extent: int) -> int:
+    """Return an extent that others share a tile with: the nearest of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32 and so on."""
+    below = 1 << extent.bit_length() - 1
+    steps = (below, below + below // 2, 2 * below)
+    return min(steps, key=lambda step: max(step, extent) / min(step, extent))
 
 
 class Store(Protocol):

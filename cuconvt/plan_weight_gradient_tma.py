@@ -29,7 +29,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_phase_gemm import PRECISION_CODES
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
-from cuconvt.plan_search import ROUNDINGS, of_tile, remembered
+from cuconvt.plan_search import ROUNDINGS, of_tile, remembered, step_of_size
 from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS, Array, channels_last, turn_of
 from cuconvt.plan_weight_gradient import SUM_THREADS
 from cuconvt.plan_weight_gradient_boxes import (
@@ -351,8 +351,12 @@ def _plan_images(
             choices.append((cost, way, work, best))
     if not choices:
         return Refusal(NAME, "no box with what its taps reach is one that is copied to shared memory")
+    given = tile
     cost, sides, work, tile = min(choices, key=lambda choice: choice[0])
     g = sides.geometry
+    if given is None:
+        d, h, w = map(step_of_size, g.x_extent)
+        tile = choose_tile_of_size(work.shape, step_of_size(g.n), (d, h, w), device) or tile
     choice = free = work.best_launch(tile, g.n, g.x_extent, device, 2**63)
     if free is not None and work.workspace_bytes(tile, g.n, g.x_extent, free) > room:
         choice = work.best_launch(tile, g.n, g.x_extent, device, room)
@@ -783,8 +787,20 @@ def choose_tile(shape: Shape, device: Device) -> Tile | None:
     return work.best_tile(((work.least_cost(tile, device), tile) for tile in tiles(work)), device)
 
 
+@remembered(Tile)
+def choose_tile_of_size(shape: Shape, n: int, extents: Ints, device: Device) -> Tile | None:
+    """Return the best tile for so many positions: the parts that blocks sum, and the blocks, are many or few."""
+    work = Work(shape)
+    timed = (
+        (launch.clocks, tile)
+        for tile in tiles(work)
+        if (launch := work.best_launch(tile, n, extents, device, 2**63)) is not None
+    )
+    return min(timed, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
 def tiles(work: Work) -> Iterator[Tile]:
-    """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
+    """Yield the tiles that a problem may use."""
     s = work.shape
     if max(s.stride) > MAX_STEP:
         return
