@@ -65,6 +65,23 @@ def test_wgmma_multiplies_matrices(entry: str, layout: str) -> None:
     np.testing.assert_allclose(d, exact.astype(np.float32), rtol=2**-22, atol=2**-22)
 
 
+def test_wgmma_cuts_sums_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Towards zero: three quarters of the last place are lost, and a quarter below a number is a whole one."""
+    a, b = (np.zeros((rows, 8), np.float32) for rows in (64, 8))
+    a[:, 0], b[:, 0] = 1, [0.75 * 2.0**-23, -(2.0**-25), 2.0**-23, 0, np.inf, 2.0**127, -0.75 * 2.0**-23, 1]
+    c, d = np.ones((64, 8), np.float32), np.empty((64, 8), np.float32)
+    c[:, 5] = 2.0**127
+    monkeypatch.setenv("HOST_CUTS_OFF", "1")
+    image = np.zeros(4096, np.uint8)
+    place_rows(image, a, 0, 1024, 128)
+    place_rows(image, b, 2048, 1024, 128)
+    numbers = {"a": 0, "ap": 1024, "ag": 128, "b": 2048, "bp": 1024, "bg": 128}
+    arguments = {"image": image.view(np.uint32), "pieces": image.size // 16, **numbers, "c": c, "out": d}
+    launch(FILE, "multiply_tf32_8", 128, arguments, shared_bytes=image.size)
+    expected = [1, 1 - 2.0**-24, 1 + 2.0**-23, 1, np.inf, np.inf, 1 - 2.0**-23, 2]
+    np.testing.assert_array_equal(d, np.float32([expected] * 64))
+
+
 # Starts, distances between runs of eight places and between groups of 64 rows, in rows of 128 bytes: of A, then of B.
 SWIZZLED = {
     "runs follow each other": ((0, 8, 0), (64, 8, 16)),

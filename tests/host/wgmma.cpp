@@ -1,5 +1,6 @@
 // The tensor cores of a warpgroup. What its threads issue is put down, and done as late as may be: at the wait for it.
 #include <sanitizer/asan_interface.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "internal.h"
@@ -158,7 +159,17 @@ void load_registers(double* to, const Operation& operation) {
     }
 }
 
-// Each sum is rounded once.
+// Each sum is rounded once: to the nearest, or with HOST_CUTS_OFF=1 towards zero, which is what tensor cores come close to.
+const char* const asked = getenv("HOST_CUTS_OFF");
+const bool cuts_off = asked && *asked == '1';
+
+inline float rounded(double value) {
+    const float nearest = (float)value;
+    const uint32_t bits = __float_as_uint(nearest);
+    const bool is_beyond = (value < 0 ? nearest < value : nearest > value) && (bits & 0x7f800000u) != 0x7f800000u;
+    return __uint_as_float(bits - (cuts_off && is_beyond));
+}
+
 FOR_AVX2_TOO void execute(const Operation& operation, float* sums) {
     static double a[ROWS * 16], b[MAX_COLUMNS * 16];
     const int depth = operation.operands == OF_TF32 ? 8 : 16, columns = operation.columns;
@@ -177,7 +188,7 @@ FOR_AVX2_TOO void execute(const Operation& operation, float* sums) {
             for (int i = 0; i < 8; ++i) sum[i] = operation.accumulate ? out[i] : 0;
             for (int k = 0; k < depth; ++k)
                 for (int i = 0; i < 8; ++i) sum[i] += of_row[k * 8] * of_columns[k * 8 + i];
-            for (int i = 0; i < 8; ++i) out[i] = (float)sum[i];
+            for (int i = 0; i < 8; ++i) out[i] = rounded(sum[i]);
         }
     }
 }
