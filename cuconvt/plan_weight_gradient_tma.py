@@ -62,6 +62,9 @@ COPIER_REGISTERS, MAX_REGISTERS = 24, 240  # of a thread
 OTHER_REGISTERS = 40, 44, 56  # of a worker, besides sums, by parts
 ROWS = {2: 64, 4: 16}  # of the product that have one tap, by bytes of an element
 LARGEST_BOX = 512  # positions
+# The same of rows that are no whole runs in 3xTF32: where one box has all of a few positions, what tensor cores cut off
+# is a larger share of a sum than of many.
+LARGEST_OF_SPLIT = 32
 
 
 class Rates(NamedTuple):
@@ -280,7 +283,7 @@ def prepared(geometry: Geometry, layout: Layout, box: Ints, boxes: Ints, tiles: 
     g, (of_n, of_channel, *of_axes) = geometry, layout.x
     strides = ((of_n, g.n), (of_channel, g.c_in), *zip(of_axes[:2], g.x_extent[:2], strict=True))
     distances = (*(stride for stride, extent in strides if extent > 1), g.x_extent[2])
-    wide = layout.x_aligned and of_axes[2] == 1 and not any(distance % 4 for distance in distances)
+    wide = layout.x_aligned and of_axes[2] == 1 and not box[2] % 8 and not any(distance % 4 for distance in distances)
     blocks = _ceil_div(tiles * g.n * prod(boxes) * prod(box) // 8 * tile.channels_in, TURN_THREADS)
     of_x = g.n, g.c_in_per_group, *g.x_extent, *layout.x, 0
     return (*of_x, int(wide), g.groups, *box, *boxes, blocks)
@@ -639,7 +642,7 @@ class Work(WorkOnBoxes[Tile]):
         if (halo, extents) not in self.known_boxes:
             boxes = [
                 CopiedBox(box, _count(extents, box), prod(box), prod(self.y_box(tile, box)))
-                for box in self.boxes(extents)
+                for box in (*self.boxes(extents), *self.boxes_of_whole_rows(tile, extents))
                 if self.is_copied(tile, box)
             ]
             self.known_boxes[halo, extents] = Copied(
@@ -649,6 +652,17 @@ class Work(WorkOnBoxes[Tile]):
                 of_y=min((box.boxes * box.of_y for box in boxes), default=0),
             )
         return self.known_boxes[halo, extents]
+
+    def boxes_of_whole_rows(self, tile: Tile, extents: Ints) -> Iterator[Ints]:
+        """Yield boxes of rows that are no whole runs: those of a plane are one, or those of a box without a halo."""
+        (_, of_h, of_w), (depth, height, w) = self.halo(tile), extents
+        if of_w or w % 8 == 0:
+            return
+        most = LARGEST_OF_SPLIT if self.shape.parts == 2 else LARGEST_BOX
+        for h, d in itertools.product({1, 2, 4, 8, 16, height}, {1, 2, 4, 8, 16, 32, depth}):
+            is_whole = d * h * w % 16 == 0 and (not of_h or h * w % 8 == 0)
+            if is_whole and h <= round_up(height, 8) and d <= round_up(depth, 8) and d * h * w <= most:
+                yield d, h, w
 
     def shares(self, tile: Tile, boxes: int, device: Device, room: int) -> Iterator[Share]:
         """Yield how boxes may be shared: by all blocks at once with as many each, by as many for each tile, or not."""

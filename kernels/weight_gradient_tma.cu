@@ -217,7 +217,7 @@ struct Part {
 
 // A box of positions in shared memory, in rows of which a group of channels follows the other; x of float32 as it is prepared.
 struct Box {
-    int d, h, w;        // extents, along W eights
+    int d, h, w;        // extents, along W eights or where TAPS_W is 1 those of x
     int y_d, y_h, y_w;  // what the taps reach
     int x_bytes, y_bytes;  // of a group of channels, or of a part of x; those of y are aligned
 
@@ -235,7 +235,8 @@ struct Box {
 };
 
 // The steps over a box, of two runs of eight positions each: along W where a row has an even number of them, else along H or D.
-// Those of float32 are single runs.
+// Those of float32 are single runs. Where rows of y have nothing around them, they follow each other as those of x do: the rows of a
+// plane are one then, or those of the box, and need not be whole runs.
 struct Steps {
     int count, w, h;                  // all; of a row, and rows of a plane
     int x_w, x_row, x_plane, x_pair;  // from one to the next, beyond that at the end of a row and of a plane; from run to run
@@ -245,6 +246,10 @@ struct Steps {
         : count(box.d * box.h * box.w / (IN_REGISTERS ? 8 : 16)), w(box.w / 8), h(box.h), x_w(8), x_pair(8), y_w(8), y_pair(8) {
         int x_h = box.w, y_h = box.y_w;  // from row to row, and from plane to plane
         int x_d = box.h * x_h, y_d = box.y_h * y_h;
+        if (TAPS_W == 1) {
+            w = (TAPS_H == 1 ? box.d : 1) * x_d / 8, h = TAPS_H == 1 ? 1 : box.d;
+            x_h = x_d, y_h = y_d;
+        }
         if (IN_REGISTERS) {
         } else if (w % 2 == 0) {
             w /= 2, x_w = y_w = 16;
@@ -734,7 +739,8 @@ struct Turns {
 #if DTYPE == FLOAT32
 // A thread has a run of one channel; neighbours have the next channels.
 __device__ __forceinline__ void prepare(const Stored* from, Stored* to, const Turn& t, unsigned block) {
-    const unsigned runs_w = (unsigned)t.box[2] / 8, runs = (unsigned)(t.box[0] * t.box[1]) * runs_w;
+    const unsigned box_extent_w = (unsigned)t.box[2], box_extent_h = (unsigned)t.box[1];
+    const unsigned runs = (unsigned)t.box[0] * box_extent_h * box_extent_w / 8;
     unsigned rest = block * (unsigned)TURN_THREADS + threadIdx.x;
     const int c = (int)(rest % CHANNELS_IN);
     rest /= CHANNELS_IN;
@@ -749,15 +755,16 @@ __device__ __forceinline__ void prepare(const Stored* from, Stored* to, const Tu
     const unsigned box_h = rest % (unsigned)t.boxes[1];
     rest /= (unsigned)t.boxes[1];
     const unsigned box_d = rest % (unsigned)t.boxes[0], n = rest / (unsigned)t.boxes[0];
-    const unsigned w = box_w * (unsigned)t.box[2] + run % runs_w * 8;
-    const unsigned h = box_h * (unsigned)t.box[1] + run / runs_w % (unsigned)t.box[1];
-    const unsigned d = box_d * (unsigned)t.box[0] + run / runs_w / (unsigned)t.box[1];
+    unsigned in_w = run * 8 % box_extent_w, in_h = run * 8 / box_extent_w;  // of the box
+    unsigned d = box_d * (unsigned)t.box[0] + in_h / box_extent_h;
+    in_h %= box_extent_h;
     const long long channel = tile % tiles * CHANNELS_IN + c;
-    const bool exists = channel < t.channels && h < t.extent[1] && d < t.extent[0];
-    from += t.first + n * t.stride[0] + (tile / tiles * t.channels + channel) * t.stride[1] + d * t.stride[2] + h * t.stride[3] +
-            w * t.stride[4];
+    from += t.first + n * t.stride[0] + (tile / tiles * t.channels + channel) * t.stride[1];
     unsigned values[8];
-    if (t.wide) {
+    if (t.wide) {  // and boxes have whole runs along W
+        const unsigned w = box_w * box_extent_w + in_w, h = box_h * box_extent_h + in_h;
+        const bool exists = channel < t.channels && h < t.extent[1] && d < t.extent[0];
+        from += d * t.stride[2] + h * t.stride[3] + w;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const Piece four = exists && w + half * 4 < t.extent[2] ? reinterpret_cast<const Piece*>(from)[half] : Piece{{0, 0, 0, 0}};
@@ -766,7 +773,15 @@ __device__ __forceinline__ void prepare(const Stored* from, Stored* to, const Tu
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) values[i] = exists && w + i < t.extent[2] ? bits_of(from[i * t.stride[4]]) : 0;
+        for (int i = 0; i < 8; ++i) {
+            const unsigned w = box_w * box_extent_w + in_w, h = box_h * box_extent_h + in_h;
+            const bool exists = channel < t.channels && w < t.extent[2] && h < t.extent[1] && d < t.extent[0];
+            values[i] = exists ? bits_of(from[d * t.stride[2] + h * t.stride[3] + w * t.stride[4]]) : 0;
+            if (++in_w < box_extent_w) continue;
+            in_w = 0;
+            if (++in_h < box_extent_h) continue;
+            in_h = 0, ++d;
+        }
     }
     unsigned of_parts[PARTS][8];
 #pragma unroll

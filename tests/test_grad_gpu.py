@@ -29,6 +29,7 @@ from harness import is_channels_last, to_numpy
 from hypothesis import given, seed, settings
 from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, case, place, problems
 from test_gpu import FOR_TENSOR_CORES, LONGEST, PRECISIONS, needs_memory, specialisation
+from test_plan import problem_of
 
 import cuconvt
 from cuconvt.plan import Plan
@@ -413,6 +414,29 @@ def test_wide_weight_gradients(cupy: Any, by_tma: None, name: str, dtype: str) -
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_weight_gradients_of_float32(cupy: Any, by_tma: None, name: str, precision: str) -> None:
     check("weight", WIDE[name], "float32", cupy, precision)
+
+
+# Rows of a plane that are one row, and those of the whole box.
+SHORT_ROWS = {
+    "four": case((33, 136, 4, 4), 72, 4, 2, 1),
+    "four_last": case((33, 136, 4, 4), 72, 4, 2, 1, x_layout="channels_last", out_layout="channels_last"),
+    "three": case((18, 128, 3, 3), 136, 3, 2, 1, 1),
+    "twelve_last": case((2, 256, 12, 12, 12), 72, 3, 2, 1, x_layout="channels_last", out_layout="channels_last"),
+    "one": case((17, 136, 1, 1), 64, 4),
+    "two_last": case((33, 40, 2, 2, 2), 80, 2, 2, x_layout="channels_last", out_layout="channels_last"),
+}
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
+@pytest.mark.parametrize("name", SHORT_ROWS)
+def test_rows_that_are_no_whole_runs(cupy: Any, by_tma: None, name: str, dtype: str, precision: str | None) -> None:
+    from cuconvt.plan_weight_gradient_tma import plan_weight_gradient_tma
+
+    geometry = geometry_of(SHORT_ROWS[name])
+    plan = plan_weight_gradient_tma(geometry, dtype, layout_of(geometry, "last" in name), precision, DEVICES[90])
+    is_too_large = precision == "tf32x3" and name in ("three", "twelve_last")
+    assert (problem_of(plan)["box"][2] == geometry.x_extent[2]) != is_too_large
+    check("weight", SHORT_ROWS[name], dtype, cupy, precision)
 
 
 @pytest.mark.parametrize("last", [False, True])

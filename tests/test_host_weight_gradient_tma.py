@@ -14,7 +14,7 @@ import pytest
 from described import DEVICES, geometry_of, layout_of
 from gradients import check, direct_weight, gradient_of
 from host.build import kernel_sources, why_not
-from host_gradients import check_drawn, share_of, specialisation
+from host_gradients import check_drawn, gradients_on_host, share_of, specialisation
 from host_weight_gradient_tma import SHARED_BYTES, Case, cases, layout_for, on_host
 from strategies import DTYPES, Ints, Problem, case
 from test_host_faults import IN_USE, UNWRITTEN, VALUES, plant
@@ -95,10 +95,12 @@ def test_cases_reach_every_way() -> None:
             reached["units of no use"] += (
                 defines["TAPS_D"] * defines["TAPS_H"] * defines["TAPS_W"] * defines["TILES_M"] % defines["WORKERS"] > 0
             )
-            _, h, w = fields["box"]
-            reached[f"pairs along {'W' if w % 16 == 0 else 'H' if h % 2 == 0 else 'D'}"] += 1
+            d, h, w = fields["box"]
+            if defines["TAPS_W"] > 1:
+                reached[f"pairs along {'W' if w % 16 == 0 else 'H' if h % 2 == 0 else 'D'}"] += 1
+                assert w % 8 == 0
             assert plan.shared_bytes <= SHARED_BYTES
-            assert fields["box"][2] % 8 == 0
+            assert d * h * w % 16 == 0
             assert fields["plane"][0] >= 2
     for kind in (
         *(f"{side} {how}" for side in "xy" for how in ("as it is", "turned", "turned in eights")),
@@ -410,8 +412,13 @@ FAULTS_FLOAT32 = {
         "tile % tiles * CHANNELS_IN + c + 1;",
         VALUES + "|" + PAST,
     ),
-    "what is beyond x": ("exists && w + i < t.extent[2]", "exists", VALUES + "|" + PAST),
-    "rows beyond x": ("&& h < t.extent[1] && d < t.extent[0];", "&& d < t.extent[0];", VALUES + "|" + PAST),
+    "what is beyond x": ("t.channels && w < t.extent[2]", "t.channels", VALUES + "|" + PAST),
+    "rows beyond x": (
+        "exists = channel < t.channels && h < t.extent[1]",
+        "exists = channel < t.channels",
+        VALUES + "|" + PAST,
+    ),
+    "rows beyond x, one by one": ("t.extent[2] && h < t.extent[1]", "t.extent[2]", VALUES + "|" + PAST),
     "sums that go on anew": ("if (p.patches[0] || goes_on) {", "if (p.patches[0]) {", VALUES),
     "sums of a box that are lost": ("|| step > 0 || i >= UNITS", "|| step > 0 || i > UNITS", VALUES),
 }
@@ -456,6 +463,78 @@ def test_fault_is_caught(this: Case, fault: tuple[str, str, str | None]) -> None
 @pytest.mark.parametrize("this", [THIS, LAST, TF32, TF32X3], ids=["rows", "channels-last", "tf32", "tf32x3"])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this)
+
+
+# Of rows that are no whole runs: tile, dtype and precision, box, and what is planted.
+ROWS_AS_ONE = {
+    "of a plane": (Tile(1, 0, 1, 2, (1, 2, 1), (1, 1, 1)), "bfloat16", None, (2, 4, 6)),
+    "of a box": (Tile(1, 1, 1, 2, (1, 1, 1), (1, 1, 1)), "float16", None, (4, 4, 3)),
+    "of a plane, float32": (Tile(1, 0, 3, 2, (1, 2, 1), (1, 1, 1), rows=16), "float32", "tf32x3", (2, 4, 6)),
+    "of a box, float32": (Tile(1, 0, 4, 2, (1, 1, 1), (1, 1, 1), rows=16), "float32", "tf32", (4, 4, 3)),
+}
+FAULTS_OF_ROWS = {
+    "the next plane": ("of a plane", "            x_h = x_d, y_h = y_d;\n", ""),
+    "one row too many": ("of a plane", "(TAPS_H == 1 ? box.d : 1) * x_d", "box.d * x_d"),
+    "the end of a row": ("of a box, float32", "if (++in_w < box_extent_w) continue;", "if (++in_w) continue;"),
+    "the end of a plane": ("of a box, float32", "            in_h = 0, ++d;\n", "            ++d;\n"),
+    "the first row": ("of a plane, float32", "in_h = run * 8 / box_extent_w;", "in_h = 0;"),
+}
+
+
+def run_rows_as_one(name: str, sources: dict[str, str] | None = None) -> None:
+    tile, dtype, precision, box = ROWS_AS_ONE[name]
+    spec = specialisation((2, 3), (1, 1), (1, 1), (20, 70), (False, False))
+    this = Case(spec, dtype, Device(90, 2, SHARED_BYTES), tile, precision)
+    problem = case((5, 20, 7, box[2]), 70, (2, 3), 1, 1)
+    with on_host(this, sources), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Work, "boxes", lambda *_: [])
+        patch.setattr(Work, "boxes_of_whole_rows", lambda *_: [box])
+        check("weight", problem, dtype, precision=precision)
+
+
+@pytest.mark.parametrize("name", ROWS_AS_ONE)
+def test_rows_that_are_no_whole_runs(name: str) -> None:
+    run_rows_as_one(name)
+
+
+@pytest.mark.parametrize(("name", "before", "after"), FAULTS_OF_ROWS.values(), ids=FAULTS_OF_ROWS)
+def test_fault_of_such_rows_is_caught(name: str, before: str, after: str) -> None:
+    with pytest.raises(AssertionError, match=VALUES + "|" + PAST):
+        run_rows_as_one(name, plant(kernel_sources("weight_gradient_tma.cu"), before, after))
+
+
+@pytest.mark.parametrize("largest", [planner.LARGEST_OF_SPLIT, planner.LARGEST_BOX])
+def test_few_positions_in_3xtf32_are_as_accurate_as_float32(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
+    """Tensor cores cut off what they add up: all positions in one box would be off by more than is allowed."""
+    monkeypatch.setenv("HOST_CUTS_OFF", "1")
+    monkeypatch.setattr(planner, "LARGEST_OF_SPLIT", largest)
+    monkeypatch.setattr(planner, "choose_tile_of_size", planner.choose_tile_of_size.__wrapped__)
+    problem = case((1, 64, 3, 3, 3), 32, 4, 2, 1)
+    with gradients_on_host("weight_gradient_tma", DEVICES[90], "tf32x3"):
+        if largest == planner.LARGEST_BOX:
+            with pytest.raises(AssertionError, match=VALUES):
+                check("weight", problem, "float32", precision="tf32x3")
+        else:
+            check("weight", problem, "float32", precision="tf32x3")
+
+
+def test_boxes_have_rows_of_x_where_these_are_no_whole_runs() -> None:
+    """Half of a box of four positions would be zeros, or more."""
+
+    def box(*x: int) -> Ints:
+        plan = plan_of_wide(case(x, 256, 4, 2, 1))
+        return tuple(problem_of(plan)["box"])
+
+    assert box(64, 512, 4, 4)[2] == 4
+    assert box(2, 256, 12, 12, 12)[2] == 12
+    assert box(64, 512, 8, 8)[2] == 8
+
+
+def plan_of_wide(problem: Problem) -> Plan:
+    geometry = geometry_of(problem)
+    plan = plan_weight_gradient_tma(geometry, "bfloat16", layout_of(geometry, True), None, DEVICES[90])
+    assert isinstance(plan, Plan)
+    return plan
 
 
 # Where taps are few, a block adds up several patches, the last one what is left of them.
