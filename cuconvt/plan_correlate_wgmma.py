@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, gcd, inf, prod
 from typing import NamedTuple
@@ -208,9 +208,8 @@ def _tile_of_size(
     work = Work(g, read, dtype, precision, tile.fold)
     if work.unstrided or min(*g.out_extent, g.n) == 0:
         return tile
-    of_size = choose_tile_of_size(
-        work.shape, step_of_size(g.n) * g.groups, _triple(map(step_of_size, g.out_extent)), device
-    )
+    extents = tuple(map(step_of_size, g.out_extent))
+    of_size = choose_tile_of_size(work.shape, step_of_size(g.n) * g.groups, extents, device)
     return tile if of_size is None else of_size[0]
 
 
@@ -798,11 +797,6 @@ def _are_boxes(geometry: Geometry, layout: Layout, itemsize: int, joined: int) -
     reached = max(*extents, *(o * s for o, s in zip(g.out_extent, g.stride, strict=True)))
     is_counted = min(extents) > 0 and reached < MAX_REACHED
     return alone and is_counted and layout.x_channels_last and reads(layout.x, extents, layout.x_aligned, itemsize)
-
-
-def _triple(extents: Iterable[int]) -> tuple[int, int, int]:
-    d, h, w = extents
-    return d, h, w
 
 
 def _parts_of_classes(work: Work) -> list[int]:

@@ -358,8 +358,8 @@ def _plan_images(
     cost, sides, work, tile = min(choices, key=lambda choice: choice[0])
     g = sides.geometry
     if given is None:
-        d, h, w = map(step_of_size, g.x_extent)
-        tile = choose_tile_of_size(work.shape, step_of_size(g.n), (d, h, w), device) or tile
+        extents = tuple(map(step_of_size, g.x_extent))
+        tile = choose_tile_of_size(work.shape, step_of_size(g.n), extents, device) or tile
     choice = free = work.best_launch(tile, g.n, g.x_extent, device, 2**63)
     if free is not None and work.workspace_bytes(tile, g.n, g.x_extent, free) > room:
         choice = work.best_launch(tile, g.n, g.x_extent, device, room)

@@ -419,11 +419,11 @@ def test_wide_weight_gradients_of_float32(cupy: Any, by_tma: None, name: str, pr
 # Rows of a plane that are one row, and those of the whole box.
 SHORT_ROWS = {
     "four": case((33, 136, 4, 4), 72, 4, 2, 1),
-    "four_last": case((33, 136, 4, 4), 72, 4, 2, 1, x_layout="channels_last", out_layout="channels_last"),
+    "four_last": case((33, 136, 4, 4), 72, 4, 2, 1, **LAST),
     "three": case((18, 128, 3, 3), 136, 3, 2, 1, 1),
-    "twelve_last": case((2, 256, 12, 12, 12), 72, 3, 2, 1, x_layout="channels_last", out_layout="channels_last"),
+    "twelve_last": case((2, 256, 12, 12, 12), 72, 3, 2, 1, **LAST),
     "one": case((17, 136, 1, 1), 64, 4),
-    "two_last": case((33, 40, 2, 2, 2), 80, 2, 2, x_layout="channels_last", out_layout="channels_last"),
+    "two_last": case((33, 40, 2, 2, 2), 80, 2, 2, **LAST),
 }
 
 

@@ -6,12 +6,14 @@ import ctypes
 import dataclasses
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from described import DEVICES, geometry_of, layout_of
+from fixed_cases import FIXED
 from gradients import check, direct_weight, gradient_of
 from host.build import kernel_sources, why_not
 from host_gradients import check_drawn, gradients_on_host, share_of, specialisation
@@ -509,32 +511,23 @@ def test_few_positions_in_3xtf32_are_as_accurate_as_float32(monkeypatch: pytest.
     monkeypatch.setenv("HOST_CUTS_OFF", "1")
     monkeypatch.setattr(planner, "LARGEST_OF_SPLIT", largest)
     monkeypatch.setattr(planner, "choose_tile_of_size", planner.choose_tile_of_size.__wrapped__)
-    problem = case((1, 64, 3, 3, 3), 32, 4, 2, 1)
-    with gradients_on_host("weight_gradient_tma", DEVICES[90], "tf32x3"):
-        if largest == planner.LARGEST_BOX:
-            with pytest.raises(AssertionError, match=VALUES):
-                check("weight", problem, "float32", precision="tf32x3")
-        else:
-            check("weight", problem, "float32", precision="tf32x3")
+    is_off = pytest.raises(AssertionError, match=VALUES) if largest == planner.LARGEST_BOX else nullcontext()
+    with gradients_on_host("weight_gradient_tma", DEVICES[90], "tf32x3"), is_off:
+        check("weight", FIXED["gan_3d"], "float32", precision="tf32x3")
 
 
 def test_boxes_have_rows_of_x_where_these_are_no_whole_runs() -> None:
     """Half of a box of four positions would be zeros, or more."""
 
     def box(*x: int) -> Ints:
-        plan = plan_of_wide(case(x, 256, 4, 2, 1))
+        geometry = geometry_of(case(x, 256, 4, 2, 1))
+        plan = plan_weight_gradient_tma(geometry, "bfloat16", layout_of(geometry, True), None, DEVICES[90])
+        assert isinstance(plan, Plan)
         return tuple(problem_of(plan)["box"])
 
     assert box(64, 512, 4, 4)[2] == 4
     assert box(2, 256, 12, 12, 12)[2] == 12
     assert box(64, 512, 8, 8)[2] == 8
-
-
-def plan_of_wide(problem: Problem) -> Plan:
-    geometry = geometry_of(problem)
-    plan = plan_weight_gradient_tma(geometry, "bfloat16", layout_of(geometry, True), None, DEVICES[90])
-    assert isinstance(plan, Plan)
-    return plan
 
 
 # Where taps are few, a block adds up several patches, the last one what is left of them.

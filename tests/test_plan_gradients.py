@@ -99,11 +99,20 @@ def test_neither_batch_nor_extents_recompile(operation: str, offsets: tuple[int,
         plan = plan_of(operation, problem, dtype)
         for other in others:
             same = plan_of(operation, other, dtype)
-            if plan.maps and operation != "conv_transpose":
-                continue  # of boxes that are copied, tiles suit the size
             if operation == "correlate" and bool(same.turns) != bool(plan.turns):
                 continue  # y in rows is turned before where it is small
-            assert (same.kernel, same.defines) == (plan.kernel, plan.defines)
+            assert same.kernel == plan.kernel
+            if plan.maps and operation != "conv_transpose":  # of boxes that are copied, tiles suit the size
+                assert bool(same.maps)
+                assert of_problem(same) == of_problem(plan)
+            else:
+                assert same.defines == plan.defines
+
+
+def of_problem(plan: Plan) -> dict[str, int]:
+    """Return the macros that say which problem it is, whatever its tile."""
+    said = ("DTYPE", "PRECISION", "KERNEL_", "STRIDE_", "DILATION_")
+    return {name: value for name, value in plan.defines if name.startswith(said)}
 
 
 def test_sizes_alike_share_a_tile() -> None:
@@ -161,6 +170,8 @@ def test_small_y_in_rows_is_turned_before() -> None:
         return [plan_of("correlate", problem, *of, **keywords) for of in (("bfloat16",), ("float32", "tf32"))]
 
     small, larger, large = plans(16), plans(64), plans(256)
+    for one, other in zip(small, larger, strict=True):
+        assert (one.kernel, of_problem(one)) == (other.kernel, of_problem(other))
     for one in (*small, *larger):
         assert dict(one.defines)["X_TURNED"] == 1
         assert one.maps[0].strides[0] == one.maps[0].extents[0] * (2 if one.maps[0].dtype == "bfloat16" else 4)
@@ -411,7 +422,12 @@ def test_blocks_share_few_positions(last: bool) -> None:
             )
             if isinstance(few, Plan):
                 assert isinstance(many, Plan)
-                assert few.defines == many.defines or few.maps  # whose tile is of few positions
+                assert few.kernel == many.kernel
+                if few.maps:  # of boxes that are copied, tiles suit the size
+                    assert many.maps
+                    assert of_problem(few) == of_problem(many)
+                else:
+                    assert few.defines == many.defines
                 assert few.grid >= 16
             else:
                 assert family is plan_correlate_narrow
