@@ -62,9 +62,9 @@ COPIER_REGISTERS, MAX_REGISTERS = 24, 240  # of a thread
 OTHER_REGISTERS = 40, 44, 56  # of a worker, besides sums, by parts
 ROWS = {2: 64, 4: 16}  # of the product that have one tap, by bytes of an element
 LARGEST_BOX = 512  # positions
-# The same of rows that are no whole runs in 3xTF32: where one box has all of a few positions, what tensor cores cut off
-# is a larger share of a sum than of many.
-LARGEST_OF_SPLIT = 32
+# The same in 3xTF32 of rows that are no whole runs, and of fewer positions in all: what tensor cores cut off of a box's
+# sums is a larger share of few of them than of many.
+LARGEST_OF_SPLIT, FEW_POSITIONS = 32, 1000
 
 
 class Rates(NamedTuple):
@@ -75,17 +75,18 @@ class Rates(NamedTuple):
     memory_bytes: float  # of arrays that are read once
     turned_bytes: float  # read and written
     written_bytes: float  # of sums
-    read_bytes: float
+    read_bytes: float  # and by the second pass
+    added_bytes: float  # the same in a launch of some size: all that it costs to have more sums
     few_stages: float  # what copies wait for products, of as much as they take, divided by the boxes they are ahead
     box_clocks: float
     overlap: float  # what of reading arrays once adds to all else, or the other way round
     boxes_around: float  # what a block takes before and after its boxes, in boxes
 
 
-# By bytes of an element; fitted to 457 launches, 8% rms, and to 760.
+# By bytes of an element; fitted to 457 launches, 8% rms, and to 760; `added_bytes` to 329 small ones.
 RATES = {
-    2: Rates(1.4, 80, 26, 18, 61, 18, 0.5, 180, 0.1, 0.65),
-    4: Rates(1.17, 400, 19.7, 13.8, 200, 14.8, 1.9, 400, 0.06, 0.3),
+    2: Rates(1.4, 80, 26, 18, 61, 18, 8, 0.5, 180, 0.1, 0.65),
+    4: Rates(1.17, 400, 19.7, 13.8, 200, 14.8, 10, 1.9, 400, 0.06, 0.3),
 }
 LEAST_CLOCKS = 16  # of a product of 16 bits
 OF_ROWS = 12  # shared memory's, of a product's rows
@@ -107,6 +108,7 @@ TYPICAL = {
 # not large, as theirs do not. Such that it is chosen where it took less time, in rows (turned) for most of 17 problems.
 COMPARED, COMPARED_OF_TURNED = 0.85, 0.6
 COMPARED_OF_FLOAT32 = ((0.64, 0.68), (0.72, 0.81))  # by whether y is turned, and parts; of 104 problems
+COMPARED_OF_NARROW, NARROW = 1.3, 4096  # of that, with three axes and a stride, below so many pairs of channels
 COMPARED_OF_GROUPS = 1.0  # the same in TF32, channels-last
 PARTS = {"tf32": 1, "tf32x3": 2}
 
@@ -612,10 +614,16 @@ class Work(WorkOnBoxes[Tile]):
         strides = row_bytes, of_box, of_box, boxes * of_box
         return TensorMap("float32", extents, strides, (extents[1], 1, 1), (1, 1, 1), PLAIN_ROW), y
 
-    def best_launch(self, tile: Tile, n: int, extents: Ints, device: Device, room: int) -> Launch | None:
-        """Return the launch with the least time for so many positions."""
+    def best_launch(
+        self, tile: Tile, n: int, extents: Ints, device: Device, room: int, is_typical: bool = False
+    ) -> Launch | None:
+        """Return the launch with the least time for so many positions; kernels are compared by that of typical ones."""
         timed: list[tuple[float, int, float, CopiedBox]] = []
+        are_few = self.shape.parts == 2 and n * prod(extents) < FEW_POSITIONS
+        read_bytes = self.rates.read_bytes if is_typical else self.rates.added_bytes
         for box in self.copied_boxes(tile, extents).boxes:
+            if are_few and box.positions > LARGEST_OF_SPLIT:
+                continue
             stages = self.stages(tile, self.bytes_of(tile, box.positions, box.of_y), device)
             if stages >= LEAST_STAGES:
                 of_box = self.clocks_of(tile, box.positions, box.of_y, stages) + self.rates.box_clocks / tile.min_blocks
@@ -624,7 +632,7 @@ class Work(WorkOnBoxes[Tile]):
         def launches(boxes: int, of_box: float, box: CopiedBox) -> Iterator[Launch]:
             left = room - self.prepared_bytes(tile, boxes, box.positions)
             for share in self.shares(tile, boxes, device, left):
-                yield Launch(box.box, share, self.launch_clocks(tile, of_box, share, device))
+                yield Launch(box.box, share, self.launch_clocks(tile, of_box, share, device, read_bytes))
 
         # No launch takes less time than all its boxes do, however blocks share them: most are not worth a closer look.
         likely = (
@@ -673,7 +681,7 @@ class Work(WorkOnBoxes[Tile]):
             if 4 * tile.values * share.slots <= room and share.blocks <= MAX_GRID and tiles * boxes < 2**31:
                 yield share
 
-    def launch_clocks(self, tile: Tile, of_box: float, share: Share, device: Device) -> float:
+    def launch_clocks(self, tile: Tile, of_box: float, share: Share, device: Device, read_bytes: float) -> float:
         """Estimate the clocks of a launch, each box of which takes so many, and of the second pass."""
         held = tile.min_blocks * device.multiprocessors
         rounds = -(-share.blocks // held) * tile.min_blocks
@@ -681,7 +689,7 @@ class Work(WorkOnBoxes[Tile]):
         # A block writes all parts that it has, and the second pass reads all of them.
         slots = share.slots / device.multiprocessors
         written, read = max(rounds * share.parts_of_block, slots), slots
-        return clocks + 4 * tile.values * (written / self.rates.written_bytes + read / self.rates.read_bytes)
+        return clocks + 4 * tile.values * (written / self.rates.written_bytes + read / read_bytes)
 
     def turning_clocks(self) -> float:
         """Estimate a position's clocks of what is turned before: it is read and written."""
@@ -697,7 +705,8 @@ class Work(WorkOnBoxes[Tile]):
         if s.parts:
             if s.groups > 1 and s.parts == 1 and not s.y_turned:
                 return COMPARED_OF_GROUPS
-            return COMPARED_OF_FLOAT32[s.y_turned][s.parts - 1]
+            is_narrow = s.rank == 3 and max(s.stride) > 1 and s.c_in * s.c_out < NARROW
+            return COMPARED_OF_FLOAT32[s.y_turned][s.parts - 1] * (COMPARED_OF_NARROW if is_narrow else 1)
         return COMPARED_OF_TURNED if s.x_turned or s.y_turned else COMPARED
 
     def memory_clocks(self) -> float:
@@ -751,7 +760,7 @@ class Work(WorkOnBoxes[Tile]):
         launches = TYPICAL[self.shape.rank]
         logarithms = 0.0
         for n, *extents in launches:
-            launch = self.best_launch(tile, n, tuple(extents), device, 2**63)
+            launch = self.best_launch(tile, n, tuple(extents), device, 2**63, is_typical=True)
             if launch is None:
                 return None
             logarithms += log(self.position_clocks(launch.clocks, n * prod(extents), device))
@@ -849,9 +858,12 @@ def _columns(channels: int) -> list[int]:
 
 
 def _taps_of(kernel: int, stride: int, dilation: int, most: int) -> list[tuple[int, int]]:
-    """Return the taps of a tile along an axis, and how far they are apart, as they read elements with one remainder."""
+    """Return the taps of a tile along an axis, and how far they are apart, as they read elements with one remainder.
+
+    Those of a single tap need not follow remainders, of which some have fewer taps than others.
+    """
     step = stride // gcd(stride, dilation)
-    return [(share, step) for share in shares(-(-kernel // step), most)]
+    return [(share, step if share > 1 else 1) for share in shares(-(-kernel // step), most)]
 
 
 def _itemsize(parts: int) -> int:

@@ -435,6 +435,7 @@ FAULTS_LAST = {
 def run(this: Case, sources: dict[str, str] | None = None) -> None:
     defines = {"MAX_PRODUCTS": 8} if this.precision == "tf32" else {}
     with on_host(this, sources, defines), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "FEW_POSITIONS", 0)
         patch.setattr(Work, "boxes", lambda *_: [(1, 4, 16)])
         patch.setattr(
             Work, "shares", lambda work, tile, boxes, *_: [Share(work.tiles_of_weights(tile), boxes, boxes // 2 + 1)]
@@ -489,6 +490,7 @@ def run_rows_as_one(name: str, sources: dict[str, str] | None = None) -> None:
     this = Case(spec, dtype, Device(90, 2, SHARED_BYTES), tile, precision)
     problem = case((5, 20, 7, box[2]), 70, (2, 3), 1, 1)
     with on_host(this, sources), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "FEW_POSITIONS", 0)
         patch.setattr(Work, "boxes", lambda *_: [])
         patch.setattr(Work, "boxes_of_whole_rows", lambda *_: [box])
         check("weight", problem, dtype, precision=precision)
@@ -582,6 +584,15 @@ def test_tiles_have_registers_for_their_sums_and_cost_no_less_than_their_bound(l
         chosen = choose_tile(work.shape, DEVICES[90])
         assert chosen is not None
         assert costs[chosen] == min(costs.values())
+
+
+def test_single_taps_follow_no_remainders() -> None:
+    """Of kernel 3 and stride 2 one remainder has two taps and one has one: tiles of one tap are three, not four."""
+    work = work_of(case((2, 256, 12, 12, 12), 128, 3, 2, 1, 1), True)
+    of_taps = {tile.taps: work.tiles_of_weights(tile) // work.tiles_of_channels(tile) for tile in tiles(work)}
+    assert of_taps[1, 1, 1] == 27
+    assert of_taps[1, 1, 2] == 3 * 3 * 2
+    assert of_taps[2, 2, 2] == 8
 
 
 def test_only_elements_that_taps_read_are_turned() -> None:
