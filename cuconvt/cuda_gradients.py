@@ -63,7 +63,6 @@ class WeightGradientLaunch(NamedTuple):
     workspace_bytes: int
     turn: Any = None  # the kernel that makes channels-last copies of arrays, or None
     turned: tuple[int, ...] = ()  # where those of x and y are in the workspace, or -1
-    maps: bool = False  # whether the kernel takes x and y as tensor maps
     images: tuple[int, ...] = ()  # launches that take some images each, and bytes of x and y from one's to the next's
     kernel_of_next: Any = None  # the kernel of all of these but the first
 
@@ -87,10 +86,7 @@ class WeightGradientLaunch(NamedTuple):
             turned_x, turned_y = (None if place < 0 else parts + place for place in self.turned)
             self.turn(stream, x, y, turned_x, turned_y)
             x, y = x if turned_x is None else turned_x, y if turned_y is None else turned_y
-        if self.maps:
-            kernel(stream, x, y, parts)  # the other kernel writes the result
-        else:
-            kernel(stream, x, y, parts, out)
+        kernel(stream, x, y, parts, out)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,7 +128,7 @@ def prepare_weight_gradient(plan: Plan, dtype: str, device: Device) -> WeightGra
             plan.block,
             plan.shared_bytes,
             problem,
-            pointers=3 if plan.maps else 4,
+            pointers=4,
             early=early and turn is not None,
             maps=plan.maps,
         )
@@ -143,7 +139,6 @@ def prepare_weight_gradient(plan: Plan, dtype: str, device: Device) -> WeightGra
         workspace_bytes=plan.workspace_bytes,
         turn=turn,
         turned=plan.turned,
-        maps=bool(plan.maps),
         images=plan.images,
         kernel_of_next=bind(struct_of(plan.problem_of_next)) if plan.images else None,
     )

@@ -8,16 +8,17 @@ at once.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Layout
+from cuconvt.plan import Ints, Layout
 
 
 def without_steps(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
     """Return the same problem with the kernel for its stride, where x is a single position, or as it is."""
     g = geometry
-    if g.x_extent != (1, 1, 1) or g.out_extent != g.kernel or g.dilation != (1, 1, 1) or any(g.pad_before):
+    if not _is_single(g):
         return geometry, layout
     geometry = replace(g, stride=g.kernel)
     depth, height, width = g.kernel
@@ -29,3 +30,34 @@ def without_steps(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]
     return geometry, replace(
         layout, weight=(*layout.weight[:2], 0, *layout.weight[3:]), out=(*layout.out[:2], 0, *layout.out[3:])
     )
+
+
+def without_taps(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
+    """Return the same problem with taps as channels of y, where x is a single position, or as it is.
+
+    For that, neighbours in memory have to be so in y and in the weight: first taps, then channels.
+    """
+    g = geometry
+    if not _is_single(g):
+        return geometry, layout
+    of_y, of_weight = (_step(strides, (g.c_out_per_group, *g.kernel)) for strides in (layout.out, layout.weight))
+    if of_y is None or of_weight is None:
+        return geometry, layout
+    ones = (1, 1, 1)
+    geometry = replace(g, rank=1, c_out=g.taps * g.c_out, kernel=ones, stride=ones, out_extent=ones)
+    weight, out = (layout.weight[0], of_weight, 0, 0, 0), (layout.out[0], of_y, 0, 0, 0)
+    return geometry, replace(layout, weight=weight, out=out)
+
+
+def _is_single(geometry: Geometry) -> bool:
+    g = geometry
+    return g.x_extent == g.dilation == (1, 1, 1) and g.out_extent == g.kernel and not any(g.pad_before)
+
+
+def _step(strides: Ints, extents: Ints) -> int | None:
+    """Return how far channels and taps are apart in memory, each of the next one, or None if something lies between."""
+    found = [(stride, extent) for stride, extent in zip(strides[1:], extents, strict=True) if extent > 1]
+    for (stride, _), (inner, extent) in itertools.pairwise(found):
+        if stride != inner * extent:
+            return None
+    return found[-1][0] if found else None

@@ -62,6 +62,7 @@ COPIER_REGISTERS, MAX_REGISTERS = 24, 240  # of a thread
 OTHER_REGISTERS = 40, 44, 56  # of a worker, besides sums, by parts
 ROWS = {2: 64, 4: 16}  # of the product that have one tap, by bytes of an element
 LARGEST_BOX = 512  # positions
+MAX_PRODUCTS = 4096  # of 16 positions, that a block adds up before it adds them to others in memory
 # The same in 3xTF32 of rows that are no whole runs, and of fewer positions in all: what tensor cores cut off of a box's
 # sums is a larger share of few of them than of many.
 LARGEST_OF_SPLIT, FEW_POSITIONS = 32, 1000
@@ -304,13 +305,13 @@ def plan_weight_gradient_tma(
     """
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal(NAME, reason)
-    whole = plan = _plan_images(geometry, dtype, layout, precision, device, tile)
+    whole = plan = _plan_images(geometry, dtype, layout, precision, device, tile, True)
     for launches in range(2, min(geometry.n, MAX_LAUNCHES) + 1):
         if not isinstance(plan, NoRoom):
             break
         if geometry.n % launches == 0:
             images = dataclasses.replace(geometry, n=geometry.n // launches)
-            plan = _plan_images(images, dtype, layout, precision, device, tile)
+            plan = _plan_images(images, dtype, layout, precision, device, tile, False)
             if isinstance(plan, Plan):
                 return _in_launches(plan, launches, images, layout, ITEMSIZES[dtype])
     return whole
@@ -329,9 +330,15 @@ def _in_launches(plan: Plan, launches: int, images: Geometry, layout: Layout, it
 
 
 def _plan_images(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None
+    geometry: Geometry,
+    dtype: str,
+    layout: Layout,
+    precision: str | None,
+    device: Device,
+    tile: Tile | None,
+    are_all: bool,
 ) -> Plan | Refusal:
-    """Propose a plan for images that are taken at once."""
+    """Propose a plan for images that are taken at once: all, or some, whose sums the next ones are added to."""
     geometry, layout = _batch_as_depth(geometry, layout)
     sides = Sides.of(geometry, layout, PARTS[precision or "tf32x3"] if dtype == "float32" else 0)
     g, itemsize = sides.geometry, sides.itemsize
@@ -370,6 +377,8 @@ def _plan_images(
     if choice.clocks > MOST_CLOCKS * free.clocks:
         return NoRoom(NAME, f"sums of blocks take {4 * tile.values} bytes each")
     box, share, _ = choice
+    is_one = are_all and work.has_one_part(tile, share, prod(box), device)
+    stored_bytes = work.stored_bytes(tile) if is_one and work.has_one_tap(tile) else 0
     boxes = tuple(-(-x // b) for x, b in zip(g.x_extent, box, strict=True))
     maps = work.maps(tile, box, dtype, sides)
     turn_x = sides.turn_x
@@ -386,6 +395,7 @@ def _plan_images(
         ("TILES_N", tile.tiles_n),
         *axis_macros(TAPS=tile.taps, APART=tile.apart),
         ("FOLD", tile.fold),
+        *((("ONE_PART", 1),) if is_one else ()),
         ("MIN_BLOCKS", tile.min_blocks),
         ("WORKER_REGISTERS", tile.registers),
         ("COPIER_REGISTERS", COPIER_REGISTERS),
@@ -394,7 +404,7 @@ def _plan_images(
     blocks = -(-patches // work.patches_together())
     in_order = share.parts <= FEW_PARTS and blocks >= device.multiprocessors // 2 and work.adds_in_order(tile)
     stages = work.stages(tile, work.stage_bytes(tile, box), device)
-    parts_bytes = 4 * tile.values * share.slots
+    parts_bytes = 0 if stored_bytes else (2 if is_one else 4) * tile.values * share.slots
     turned_x = parts_bytes if turn_x else -1
     turned_y = parts_bytes + of_x if sides.turn_y else -1
     turns = turn_x, sides.turn_y
@@ -403,13 +413,13 @@ def _plan_images(
         defines=defines,
         grid=share.blocks,
         block=128 * (tile.workers + 1),
-        shared_bytes=ALIGNMENT + stages * work.stage_bytes(tile, box),
+        shared_bytes=ALIGNMENT + max(stages * work.stage_bytes(tile, box), stored_bytes),
         problem=problem_parameters(
             g, layout, (*boxes, 1), out_vector=in_order, box=(*box, stages, 0, 0, share.of_block, 0, 0, 0, 0)
         ),
         cost=work.compared() * (cost + work.turning_clocks()) * g.n * prod(g.x_extent),
         workspace_bytes=parts_bytes + of_x + of_y,
-        sums=patches * SUMS_OF_PATCH * prod(g.kernel),
+        sums=0 if stored_bytes else patches * SUMS_OF_PATCH * prod(g.kernel),
         sums_a_block=SUMS_OF_PATCH * (prod(g.kernel) * work.patches_together() if in_order else 1),
         maps=maps,
         turned=(turned_x, turned_y) if any(turns) else (),
@@ -581,10 +591,13 @@ class Work(WorkOnBoxes[Tile]):
         x_bytes = self.prepared_bytes(tile, n * _count(extents, launch.box), prod(launch.box))
         return 4 * tile.values * launch.share.slots + x_bytes
 
+    def room(self, tile: Tile, device: Device) -> int:
+        """Return the shared memory that a block has for boxes; each block reserves 1 KB on top of its own."""
+        return (device.shared_bytes + 1024) // tile.min_blocks - 1024 - ALIGNMENT
+
     def stages(self, tile: Tile, stage_bytes: int, device: Device) -> int:
-        """Return how many boxes a block has room for; each reserves 1 KB on top of its own."""
-        room = (device.shared_bytes + 1024) // tile.min_blocks - 1024 - ALIGNMENT
-        return min(MAX_STAGES, room // stage_bytes)
+        """Return how many boxes a block has room for."""
+        return min(MAX_STAGES, self.room(tile, device) // stage_bytes)
 
     def is_copied(self, tile: Tile, box: Ints) -> bool:
         """Whether copies can bring a box and what its taps reach."""
@@ -632,7 +645,10 @@ class Work(WorkOnBoxes[Tile]):
         def launches(boxes: int, of_box: float, box: CopiedBox) -> Iterator[Launch]:
             left = room - self.prepared_bytes(tile, boxes, box.positions)
             for share in self.shares(tile, boxes, device, left):
-                yield Launch(box.box, share, self.launch_clocks(tile, of_box, share, device, read_bytes))
+                bytes_a_clock = read_bytes
+                if not is_typical and self.has_one_part(tile, share, box.positions, device):
+                    bytes_a_clock *= 8 if self.has_one_tap(tile) else 2
+                yield Launch(box.box, share, self.launch_clocks(tile, of_box, share, device, bytes_a_clock))
 
         # No launch takes less time than all its boxes do, however blocks share them: most are not worth a closer look.
         likely = (
@@ -671,6 +687,25 @@ class Work(WorkOnBoxes[Tile]):
             is_whole = d * h * w % 16 == 0 and (not of_h or h * w % 8 == 0)
             if is_whole and h <= round_up(height, 8) and d <= round_up(depth, 8) and d * h * w <= most:
                 yield d, h, w
+
+    def has_one_part(self, tile: Tile, share: Share, positions: int, device: Device) -> bool:
+        """Whether all sums of a weight are a block's, of boxes of so many positions, and it writes them as weights.
+
+        They are not added to others in memory. What is written is the result, or the second pass puts it in order and
+        gains by numbers of 16 bits.
+        """
+        s = self.shape
+        if share.parts != 1 or (s.parts != 2 and share.of_block * positions > MAX_PRODUCTS * (8 if s.parts else 16)):
+            return False
+        return self.stored_bytes(tile) <= self.room(tile, device) if self.has_one_tap(tile) else not s.parts
+
+    def has_one_tap(self, tile: Tile) -> bool:
+        """Whether neighbours in the memory of the result are neighbours in a tile, as the kernel decides."""
+        return prod(self.shape.kernel) * tile.fold == 1
+
+    def stored_bytes(self, tile: Tile) -> int:
+        """Return the shared memory from which a block writes the weights of its tile, which have one tap."""
+        return 4 * tile.channels_in * (tile.channels_out + 4)
 
     def shares(self, tile: Tile, boxes: int, device: Device, room: int) -> Iterator[Share]:
         """Yield how boxes may be shared: by all blocks at once with as many each, by as many for each tile, or not."""

@@ -19,6 +19,9 @@
 // One thread issues copies, workers multiply. Arrays that copies cannot read are turned before, by a kernel of its own. Where
 // they are too many, a launch takes some images of the batch, and the next one adds to its sums.
 //
+// Blocks write their sums, which a second kernel adds up and puts in the order of the weights; where a tile has one block and one
+// tap, as neighbours in memory are then neighbours in the tile, it writes weights itself.
+//
 // Compile-time: kernel, stride, dilation, dtype, tile. Run-time: N, extents, the box, padding, channels, how many boxes are
 // staged (plane) and how many a block takes (blocks). Where arrays are is the maps' business.
 #ifndef DTYPE
@@ -72,6 +75,9 @@
 #ifndef FOLD  // taps along W that are channels of y, of each tap as many
 #define FOLD 1
 #endif
+#ifndef ONE_PART  // whether each tile has one part: its sums are written as weights, at once or for the second kernel to order them
+#define ONE_PART 0
+#endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 1
 #endif
@@ -122,6 +128,8 @@ constexpr int SUMS_OF_UNIT = CHANNELS_N / 2;                 // of a thread
 constexpr int SUMS = UNITS * SUMS_OF_UNIT;
 constexpr int VALUES = SUMS * WORKER_THREADS;  // of a block
 constexpr int MAX_STAGES = 8, ALIGNMENT = 1024;  // of what copies bring
+constexpr int ALL_TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
+constexpr bool WRITES_WEIGHTS = ONE_PART && ALL_TAPS * FOLD == 1;
 
 // ---- weights ---------------------------------------------------------------------------------------------------------
 
@@ -307,8 +315,13 @@ struct Accumulators {
 // others in registers.
 constexpr bool BOX_BY_BOX = IN_REGISTERS && PRECISION == TF32X3;
 
-// Of a thread, those of two rows that are eight apart and of two columns side by side.
+// Of a thread, those of two rows that are eight apart and of two columns side by side; and what memory keeps of them.
 typedef Pack<float, 4> Four;
+#if ONE_PART
+typedef Pack<Stored, 4> Kept;
+#else
+typedef Four Kept;
+#endif
 
 #if DTYPE == FLOAT32
 // A lane's numbers of a product: rows g and g + 8 at two positions, of each as its parts.
@@ -357,10 +370,55 @@ __device__ __forceinline__ void multiply_add_transposed(float (&sum)[SUMS_OF_UNI
 }
 #endif
 
+// ---- weights of a single tap -----------------------------------------------------------------------------------------
+
+// From a channel of x to the next one in shared memory: lanes of a warp write to different banks, or two to the same.
+constexpr int NEXT_ROW = CHANNELS_OUT + 4;
+
+// Writes AT_ONCE weights at a time.
+template <int AT_ONCE>
+__device__ __forceinline__ void store_rows(const float* sums, const Weight& first, Stored* out, const Problem& p) {
+    constexpr int OF_ROW = CHANNELS_OUT / AT_ONCE;
+    out += first.offset(p);
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < CHANNELS_IN * OF_ROW; i += WORKER_THREADS) {
+        const int ci = i / OF_ROW, co = i % OF_ROW * AT_ONCE;
+        if (first.ci + ci >= p.c_in || first.co + co >= p.c_out) continue;
+        Pack<float, AT_ONCE> values;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) values.value[j] = sums[ci * NEXT_ROW + co + j];
+        store_vector(values, out + ci * p.weight_stride[0] + co * p.weight_stride[1]);
+    }
+}
+
+// All workers call it, when no more copies arrive.
+__device__ __forceinline__ void store_weights(const Accumulators& acc, float* sums, const Weight& first, Stored* out, const Problem& p) {
+    constexpr int VECTOR = 16 / (int)sizeof(Stored);
+    const int lane = (int)threadIdx.x % 32, first_sixteen = (int)threadIdx.x / 128 * UNITS * 4 + (int)threadIdx.x / 32 % 4;
+    warps_sync(1, WORKER_THREADS);  // nobody reads boxes any more
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) {
+        const int sixteen = first_sixteen + i / SUMS_OF_UNIT * 4, sum = i % SUMS_OF_UNIT;
+        const int row = sixteen * 16 + lane / 4 + sum / 2 % 2 * 8, column = sum / 4 * 8 + lane % 4 * 2 + sum % 2;
+        const int place = ROWS_OF_X ? row * NEXT_ROW + column : column * NEXT_ROW + row;
+        if (row < ROWS) sums[place] = acc.value[i / SUMS_OF_UNIT][sum];
+    }
+    warps_sync(1, WORKER_THREADS);
+    const bool fits = p.weight_stride[1] == 1 && p.c_out % VECTOR == 0 && p.weight_stride[0] % VECTOR == 0 &&
+                      (size_t)out % (VECTOR * sizeof(Stored)) == 0;
+    if (fits) {
+        store_rows<VECTOR>(sums, first, out, p);
+    } else {
+        store_rows<1>(sums, first, out, p);
+    }
+}
+
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
+// It writes `parts`, or `out`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_gradient_tma(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, float* parts, const Problem p) {
+    weight_gradient_tma(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, float* parts, Stored* out,
+                        const Problem p) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     const Shares shares(p);
     const Box box(p);
@@ -519,20 +577,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (IN_REGISTERS) __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(ring.free + used);
 
-        Four* const to = reinterpret_cast<Four*>(parts) + part.slot * (VALUES / 4) + threadIdx.x;
+        if (WRITES_WEIGHTS) {
+            store_weights(of_boxes, reinterpret_cast<float*>(stages), first_weight(part.tile, p), out, p);
+            part.count -= boxes;
+            continue;
+        }
+        Kept* const to = reinterpret_cast<Kept*>(parts) + part.slot * (VALUES / 4) + threadIdx.x;
         if (p.patches[0] || goes_on) {
 #pragma unroll
             for (int i = 0; i < SUMS / 4; ++i) {
-                const Four of_others = to[i * WORKER_THREADS];
+                const Kept of_others = to[i * WORKER_THREADS];
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
-                    of_boxes.value[4 * i / SUMS_OF_UNIT][4 * i % SUMS_OF_UNIT + k] += of_others.value[k];
+                    of_boxes.value[4 * i / SUMS_OF_UNIT][4 * i % SUMS_OF_UNIT + k] += widen(of_others.value[k]);
             }
         }
 #pragma unroll
         for (int i = 0; i < SUMS / 4; ++i) {
             const float* const four = &of_boxes.value[4 * i / SUMS_OF_UNIT][4 * i % SUMS_OF_UNIT];
-            to[i * WORKER_THREADS] = {{four[0], four[1], four[2], four[3]}};
+            Kept kept;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) narrow(four[k], kept.value[k]);
+            to[i * WORKER_THREADS] = kept;
         }
         part.count -= boxes;
         goes_on = part.count > 0;
@@ -546,16 +612,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 // has one tap, and its warps share the parts.
 
 constexpr int MAX_BYTES_OF_SUMS = 40 * 1024, WARPS = SUM_THREADS / 32;
-constexpr int ALL_TAPS = KERNEL_D * KERNEL_H * KERNEL_W, PATCHES = TILES_M * SIXTEENS * TILES_N;  // of a tile
+constexpr int PATCHES = TILES_M * SIXTEENS * TILES_N;  // of a tile
 constexpr int OF_X = ROWS_OF_X ? 16 : 8, OF_Y = 128 / OF_X;                               // channels of a patch
 // Weights in shared memory: channels of y are an odd number of words apart, and neighbours in a warp lie in different banks.
 constexpr int NEXT_Y = ALL_TAPS | 1, NEXT_X = OF_Y * NEXT_Y + 4, RUN = OF_Y * ALL_TAPS;
 constexpr bool IN_ORDER = OF_X * NEXT_X * 4 <= MAX_BYTES_OF_SUMS;
 constexpr int TOGETHER = ALL_TAPS < WARPS ? ceil_div(2 * WARPS, ALL_TAPS) : 1;  // patches of a block that has all taps
 
-__device__ __forceinline__ void add(Four& sum, const Four& more) {
+template <class More> __device__ __forceinline__ void add(Four& sum, const More& more) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum.value[i] += more.value[i];
+    for (int i = 0; i < 4; ++i) sum.value[i] += widen(more.value[i]);
 }
 
 struct Patch {
@@ -612,7 +678,7 @@ __device__ __forceinline__ void store_runs(const float* sums, const Weight (&fir
     }
 }
 
-__device__ __forceinline__ void add_in_order(const Four* parts, Stored* out, const Problem& p) {
+__device__ __forceinline__ void add_in_order(const Kept* parts, Stored* out, const Problem& p) {
     constexpr int UNITS_OF_SUM = TOGETHER * ALL_TAPS;  // a patch's sums of one tap
     constexpr int AT_ONCE = UNITS_OF_SUM > 3 * WARPS ? 4 : ceil_div(UNITS_OF_SUM, WARPS);
     __shared__ float sums[IN_ORDER ? TOGETHER * OF_X * NEXT_X : 1];
@@ -631,7 +697,7 @@ __device__ __forceinline__ void add_in_order(const Four* parts, Stored* out, con
     wait_for_kernel_before();
 #pragma unroll 1
     for (int unit = (int)threadIdx.x / 32; unit < units; unit += AT_ONCE * WARPS) {
-        const Four *whole[AT_ONCE], *rest[AT_ONCE];
+        const Kept *whole[AT_ONCE], *rest[AT_ONCE];
         Four sum[AT_ONCE];
         int count[AT_ONCE];
 #pragma unroll
@@ -689,7 +755,7 @@ __device__ __forceinline__ void add_in_order(const Four* parts, Stored* out, con
     }
 }
 
-__device__ __forceinline__ void add_by_taps(const Four* parts, Stored* out, const Problem& p) {
+__device__ __forceinline__ void add_by_taps(const Kept* parts, Stored* out, const Problem& p) {
     __shared__ Four sums[WARPS][32];
     const Shares shares(p);
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, tap = (int)(blockIdx.x % (unsigned)ALL_TAPS);
@@ -719,7 +785,7 @@ __device__ __forceinline__ void add_by_taps(const Four* parts, Stored* out, cons
 // out_vector: whether a block has all taps of a patch.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     weight_gradient_tma_add(const float* parts, Stored* out, const Problem p) {
-    const Four* const from = reinterpret_cast<const Four*>(parts);
+    const Kept* const from = reinterpret_cast<const Kept*>(parts);
     if (IN_ORDER && p.out_vector) {
         add_in_order(from, out, p);
     } else {

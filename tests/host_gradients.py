@@ -95,11 +95,11 @@ class HostGradients:
             images = (Argument.array(name, INPUT, a[i * count : (i + 1) * count]) for name, a in (("x", x), ("y", y)))
             inputs = self._turned(plan, *images)
             # Kernels that take maps of arrays find these behind all arguments.
-            maps = [boxes_of(of_one, 4 + i, "xy"[i]) for i, of_one in enumerate(plan.maps)]
+            maps = [boxes_of(of_one, 5 + i, "xy"[i]) for i, of_one in enumerate(plan.maps)]
             arrays, behind = (maps, inputs) if maps else (inputs, [])
             if plan.sums:
-                arrays = [*arrays, written_slots(plan, Argument.array("parts", CONTINUED if i else OUTPUT, parts))]
-                arrays += [] if plan.maps else [Argument("out", ABSENT)]
+                written = written_slots(plan, Argument.array("parts", CONTINUED if i else OUTPUT, parts))
+                arrays = [*arrays, written, Argument("out", ABSENT)]
             else:
                 arrays = [*arrays, Argument("parts", ABSENT), result]
             problem = Argument("problem", VALUE, struct_of(plan.problem_of_next if i else plan.problem).tobytes())
@@ -164,7 +164,8 @@ def written_slots(plan: Plan, parts: Argument) -> Argument:
     if not plan.maps:
         return parts
     share = share_of(plan)
-    elements = np.zeros((share.slots, 4 * plan.tile.values), np.uint8)
+    itemsize = 2 if dict(plan.defines).get("ONE_PART") else 4
+    elements = np.zeros((share.slots, itemsize * plan.tile.values), np.uint8)
     elements[: share.whole * share.tiles] = 1
     for block in range(share.blocks - share.whole * share.tiles):
         first = block * share.of_block

@@ -439,6 +439,51 @@ def test_rows_that_are_no_whole_runs(cupy: Any, by_tma: None, name: str, dtype: 
     check("weight", SHORT_ROWS[name], dtype, cupy, precision)
 
 
+# Weights of one tap, as are those of a single position, whose taps are channels of y: blocks with all sums write them.
+SINGLE = {
+    "image": case((64, 100, 1, 1), 136, 4, 2),
+    "volume": case((16, 72, 1, 1, 1), 40, (2, 4, 4)),
+    "row": case((15, 64, 1), 130, 6, stride=3),
+    "odd": case((9, 133, 1, 1), 37, 3),
+    "pixels": case((1, 136, 2, 8), 72, 1),
+    "strided": case((5, 136, 1, 1), 72, 1, weight_layout="strided"),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")]
+)
+@pytest.mark.parametrize("name", SINGLE)
+def test_weights_of_one_tap_and_one_part(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
+    from cuconvt import cuda_gradients
+    from cuconvt.plan_single import without_taps
+    from cuconvt.plan_weight_gradient_tma import plan_weight_gradient_tma
+
+    def planned(geometry: Any, dtype: str, layout: Any, *others: Any) -> Any:
+        geometry, layout = without_taps(geometry, layout)
+        return plan_weight_gradient_tma(geometry, dtype, layout, *others)
+
+    geometry = geometry_of(SINGLE[name])
+    plan = planned(geometry, dtype, layout_of(geometry), precision, DEVICES[90])
+    assert (dict(plan.defines)["ONE_PART"], plan.sums) == (1, 0)
+    with planned_by(planned, cuda_gradients, "make_weight_gradient_plan", cuda_gradients._prepare_weight_gradient):
+        check("weight", SINGLE[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("last", [False, True])
+def test_sums_of_one_part_are_rounded_before_they_are_ordered(cupy: Any, by_tma: None, dtype: str, last: bool) -> None:
+    from cuconvt.plan_weight_gradient_tma import plan_weight_gradient_tma
+
+    layout = "channels_last" if last else "contiguous"
+    problem = case((24, 264, 5, 4), 200, 4, 2, 1, x_layout=layout, out_layout=layout)
+    geometry = geometry_of(problem)
+    plan = plan_weight_gradient_tma(geometry, dtype, layout_of(geometry, last), None, DEVICES[90])
+    assert dict(plan.defines)["ONE_PART"]
+    assert plan.sums
+    check("weight", problem, dtype, cupy)
+
+
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
 @pytest.mark.parametrize("rank", [1, 2, 3])

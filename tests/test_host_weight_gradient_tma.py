@@ -150,7 +150,7 @@ def test_many_images_take_several_launches(name: str, last: bool, monkeypatch: p
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
-def test_long_sums_go_on_in_memory(dtype: str, precision: str | None) -> None:
+def test_long_sums_go_on_in_memory(dtype: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many products; sums of several parts of a block, too."""
     rows = 64 if dtype == "bfloat16" else 16
     tile = Tile(1, 0, 1, 2, (1, 1, 2), (1, 1, 1), rows=rows)
@@ -159,6 +159,7 @@ def test_long_sums_go_on_in_memory(dtype: str, precision: str | None) -> None:
     problem = this.problem((24, 72))
     share = share_of(this.plan_for(problem))
     for products in (1, 40):
+        monkeypatch.setattr(planner, "MAX_PRODUCTS", products)
         with on_host(this, defines={"MAX_PRODUCTS": products}):
             check("weight", problem, dtype, precision=precision)
     assert share.of_block > 2
@@ -250,6 +251,28 @@ IN_PARTS = {
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_parts_are_added_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     add_up(name, monkeypatch)
+
+
+def test_a_single_part_is_rounded_before() -> None:
+    """Half of the bytes for the second pass, where it adds nothing; in float32 it would be as many."""
+    geometry = geometry_of(case((64, 512, 4, 4), 256, 4, 2, 1))
+    for dtype, precision, rounds in (("float16", None, 1), ("float32", "tf32", 0)):
+        plan = plan_weight_gradient_tma(geometry, dtype, layout_of(geometry, True), precision, DEVICES[90])
+        assert isinstance(plan, Plan)
+        assert dict(plan.defines).get("ONE_PART", 0) == rounds
+        sums = plan.workspace_bytes if rounds else min(place for place in plan.turned if place >= 0)
+        assert sums == (4 - 2 * rounds) * plan.tile.values * plan.grid
+        assert plan.sums
+
+
+def test_long_sums_of_a_single_part_are_not_rounded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    this, extent, _, _ = IN_PARTS["one part"]
+    monkeypatch.setattr(Work, "boxes", lambda *_: [(1, 8, 32)])
+    monkeypatch.setattr(Work, "shares", lambda work, tile, boxes, *_: [Share(work.tiles_of_weights(tile), boxes, 16)])
+    positions = 16 * 8 * 32
+    for most, rounds in ((positions // 16, 1), (positions // 16 - 1, None)):
+        monkeypatch.setattr(planner, "MAX_PRODUCTS", most)
+        assert dict(this.plan_for(this.problem(extent)).defines).get("ONE_PART") == rounds
 
 
 def add_up(name: str, monkeypatch: pytest.MonkeyPatch, sources: dict[str, str] | None = None) -> None:
@@ -550,6 +573,66 @@ def test_a_fault_of_several_patches_is_caught(
         add_up("blocks of its own", monkeypatch, plant(kernel_sources("weight_gradient_tma.cu"), before, after))
 
 
+# Weights of one tap, which blocks write: channels of x and y, dtype and precision, tile.
+OF_ONE_TAP = {
+    "columns of y": ((72, 40), "bfloat16", None, Tile(2, 1, 2, 5, (1, 1, 1), (1, 1, 1))),
+    "columns of x": ((24, 136), "float16", None, Tile(2, 0, 2, 3, (1, 1, 1), (1, 1, 1))),
+    "one by one": ((20, 37), "bfloat16", None, Tile(1, 0, 1, 3, (1, 1, 1), (1, 1, 1))),
+    "idle units": ((24, 44), "float32", "tf32", Tile(1, 0, 3, 3, (1, 1, 1), (1, 1, 1), rows=16)),
+    "two parts of a number": ((24, 60), "float32", "tf32x3", Tile(2, 0, 5, 3, (1, 1, 1), (1, 1, 1), rows=16)),
+}
+FAULTS_OF_ONE_TAP = {
+    "boxes that are still read": ("warps_sync(1, WORKER_THREADS);  // nobody reads boxes any more\n", "", IN_USE),
+    "sums that are not there yet": (
+        "    warps_sync(1, WORKER_THREADS);\n    const bool fits",
+        "    const bool fits",
+        VALUES + "|" + UNWRITTEN + "|no barrier in between",
+    ),
+    "rows of no use": ("if (row < ROWS) sums[place]", "sums[place]", "past its end|no barrier in between"),
+    "rows too near": ("NEXT_ROW = CHANNELS_OUT + 4", "NEXT_ROW = CHANNELS_OUT - 4", "no barrier in between|" + VALUES),
+    "channels that are not there": (
+        "first.co + co >= p.c_out) continue;\nPack",
+        "false) continue;\nPack",
+        PAST + "|thread",
+    ),
+    "channels that follow each other": (
+        "co * p.weight_stride[1]);\n}\n}\n\n// All",
+        "co);\n}\n}\n\n// All",
+        PAST + "|between",
+    ),
+}
+
+
+def write_weights(name: str, sources: dict[str, str] | None = None) -> None:
+    channels, dtype, precision, tile = OF_ONE_TAP[name]
+    spec = specialisation((1, 1), (1, 1), (1, 1), channels, (False, False))
+    this = Case(spec, dtype, Device(90, 1, SHARED_BYTES), tile, precision)
+    with on_host(this, sources):
+        for extent in ((1, 1), (3, 9)):
+            problem = this.problem(extent, weight_layout="strided" if name == "one by one" else "contiguous")
+            plan = this.plan_for(problem)
+            assert (dict(plan.defines)["ONE_PART"], plan.sums) == (1, 0)
+            assert not any(plan.turned) or 0 in plan.turned  # no sums are in front of what is turned
+            check("weight", problem, dtype, precision=precision, calls=1)
+
+
+@pytest.mark.parametrize("name", OF_ONE_TAP)
+def test_weights_of_one_tap_are_written_at_once(name: str) -> None:
+    write_weights(name)
+
+
+@pytest.mark.parametrize(("before", "after", "caught_by"), FAULTS_OF_ONE_TAP.values(), ids=FAULTS_OF_ONE_TAP)
+def test_a_fault_of_weights_that_are_written_is_caught(before: str, after: str, caught_by: str) -> None:
+    sources = plant(kernel_sources("weight_gradient_tma.cu"), before, after)
+    with pytest.raises(AssertionError, match=caught_by):
+        write_all_weights(sources)
+
+
+def write_all_weights(sources: dict[str, str]) -> None:
+    for name in OF_ONE_TAP:
+        write_weights(name, sources)
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -593,6 +676,13 @@ def test_single_taps_follow_no_remainders() -> None:
     assert of_taps[1, 1, 1] == 27
     assert of_taps[1, 1, 2] == 3 * 3 * 2
     assert of_taps[2, 2, 2] == 8
+
+
+def test_the_kernel_adds_up_as_many_products_as_the_planner_takes_for_one_part() -> None:
+    assert (
+        f"#define MAX_PRODUCTS {planner.MAX_PRODUCTS}\n"
+        in kernel_sources("weight_gradient_tma.cu")["weight_gradient_tma.cu"]
+    )
 
 
 def test_only_elements_that_taps_read_are_turned() -> None:

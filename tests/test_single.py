@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from described import DEFAULT, DEVICES, geometry_of, layout_of
+from gradients import gradient_of
 from strategies import DTYPES, OUT_LAYOUTS, Problem, case, place
 
 from cuconvt import cpu
 from cuconvt.backends import _in_3d
 from cuconvt.plan import Layout
-from cuconvt.plan_single import without_steps
+from cuconvt.plan_single import without_steps, without_taps
 
 SINGLE = {
     "volume": case((3, 6, 1, 1, 1), 4, (2, 3, 4)),
@@ -52,6 +53,42 @@ def test_it_is_the_same_problem(name: str, out_layout: str) -> None:
     np.testing.assert_allclose(out3, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", SINGLE)
+def test_taps_are_channels_of_the_same_weights(name: str) -> None:
+    problem = dataclasses.replace(SINGLE[name], has_bias=False, weight_layout="contiguous")
+    x, _, _ = problem.arrays(DTYPES["float64"])
+    y = gradient_of(problem, DTYPES["float64"])
+    out, got = np.full((2, *problem.weight_shape), np.nan)
+    x3, y3, out3, got3 = (_in_3d(array, problem.rank) for array in (x, y, out, got))
+    cpu.weight_gradient(x3, y3, geometry_of(problem), out3)
+
+    geometry, layout = without_taps(geometry_of(problem), Layout.of(x3, got3, None, y3))
+    assert (geometry.kernel, geometry.out_extent) == ((1, 1, 1), (1, 1, 1))
+    read = view(y.ravel(), 0, (geometry.n, geometry.c_out, 1, 1, 1), layout.out)
+    written = view(got.ravel(), 0, (geometry.c_in, geometry.c_out_per_group, 1, 1, 1), layout.weight)
+    cpu.weight_gradient(x3, read, geometry, written)
+    np.testing.assert_allclose(got, out, rtol=1e-12, atol=1e-12)
+
+
+def test_taps_are_channels_only_where_nothing_lies_between() -> None:
+    geometry = geometry_of(SINGLE["volume"])
+    layout = layout_of(geometry)
+    assert without_taps(geometry, layout)[0].c_out == 4 * 24
+    for side, strides in (
+        ("out", (96, 1, 48, 16, 4)),
+        ("out", (200, 48, 12, 4, 1)),
+        ("out", (96, 24, 12, 5, 1)),
+        ("weight", (96, 1, 48, 16, 4)),
+        ("weight", (96, 24, -12, 4, 1)),
+    ):
+        other = dataclasses.replace(layout, **{side: strides})
+        assert without_taps(geometry, other) == (geometry, other)
+    # A row that is read backwards, or elements that are apart, are channels a negative step or some apart.
+    for side, strides, step in (("out", (96, -24, -12, -4, -1), -1), ("weight", (192, 48, 24, 8, 2), 2)):
+        found = without_taps(geometry, dataclasses.replace(layout, **{side: strides}))[1]
+        assert getattr(found, side) == (strides[0], step, 0, 0, 0)
+
+
 def test_planes_that_follow_each_other_are_rows() -> None:
     geometry = geometry_of(SINGLE["volume"])
     layout = layout_of(geometry)
@@ -76,7 +113,7 @@ def test_planes_that_follow_each_other_are_rows() -> None:
 def test_others_are_left_alone(problem: Problem) -> None:
     geometry = geometry_of(problem)
     layout = layout_of(geometry)
-    assert without_steps(geometry, layout) == (geometry, layout)
+    assert without_steps(geometry, layout) == without_taps(geometry, layout) == (geometry, layout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
