@@ -20,33 +20,36 @@ def without_steps(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]
     g = geometry
     if not _is_single(g):
         return geometry, layout
-    geometry = replace(g, stride=g.kernel)
-    depth, height, width = g.kernel
-    planes = (layout.out[2:4], layout.weight[2:4])
-    if g.rank < 3 or any(of_plane != height * of_row for of_plane, of_row in planes):
-        return geometry, layout
-    rows = (1, depth * height, width)
-    geometry = replace(geometry, rank=2, kernel=rows, stride=rows, out_extent=rows)
-    return geometry, replace(
-        layout, weight=(*layout.weight[:2], 0, *layout.weight[3:]), out=(*layout.out[:2], 0, *layout.out[3:])
-    )
+    geometry, layout = _planes_as_rows(g, layout)
+    return replace(geometry, stride=geometry.kernel), layout
 
 
 def without_taps(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
     """Return the same problem with taps as channels of y, where x is a single position, or as it is.
 
-    For that, neighbours in memory have to be so in y and in the weight: first taps, then channels.
+    For that, neighbours in memory have to be so in y and in the weight: first taps, then channels. Where they are not,
+    planes along D may still be more rows.
     """
     g = geometry
     if not _is_single(g):
         return geometry, layout
     of_y, of_weight = (_step(strides, (g.c_out_per_group, *g.kernel)) for strides in (layout.out, layout.weight))
     if of_y is None or of_weight is None:
-        return geometry, layout
+        return _planes_as_rows(g, layout)
     ones = (1, 1, 1)
     geometry = replace(g, rank=1, c_out=g.taps * g.c_out, kernel=ones, stride=ones, out_extent=ones)
     weight, out = (layout.weight[0], of_weight, 0, 0, 0), (layout.out[0], of_y, 0, 0, 0)
     return geometry, replace(layout, weight=weight, out=out)
+
+
+def _planes_as_rows(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
+    depth, height, width = geometry.kernel
+    planes = (layout.out[2:4], layout.weight[2:4])
+    if geometry.rank < 3 or any(of_plane != height * of_row for of_plane, of_row in planes):
+        return geometry, layout
+    rows = (1, depth * height, width)
+    weight, out = (*layout.weight[:2], 0, *layout.weight[3:]), (*layout.out[:2], 0, *layout.out[3:])
+    return replace(geometry, rank=2, kernel=rows, out_extent=rows), replace(layout, weight=weight, out=out)
 
 
 def _is_single(geometry: Geometry) -> bool:

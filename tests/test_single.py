@@ -53,19 +53,26 @@ def test_it_is_the_same_problem(name: str, out_layout: str) -> None:
     np.testing.assert_allclose(out3, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", SINGLE)
-def test_taps_are_channels_of_the_same_weights(name: str) -> None:
+def test_taps_are_channels_of_the_same_weights(name: str, last: bool) -> None:
+    """Or, where channels of y are neighbours, planes along D are rows."""
     problem = dataclasses.replace(SINGLE[name], has_bias=False, weight_layout="contiguous")
     x, _, _ = problem.arrays(DTYPES["float64"])
-    y = gradient_of(problem, DTYPES["float64"])
+    y = memory = gradient_of(problem, DTYPES["float64"])
+    if last:
+        memory = np.ascontiguousarray(np.moveaxis(y, 1, -1))
+        y = np.moveaxis(memory, -1, 1)
     out, got = np.full((2, *problem.weight_shape), np.nan)
     x3, y3, out3, got3 = (_in_3d(array, problem.rank) for array in (x, y, out, got))
     cpu.weight_gradient(x3, y3, geometry_of(problem), out3)
 
     geometry, layout = without_taps(geometry_of(problem), Layout.of(x3, got3, None, y3))
-    assert (geometry.kernel, geometry.out_extent) == ((1, 1, 1), (1, 1, 1))
-    read = view(y.ravel(), 0, (geometry.n, geometry.c_out, 1, 1, 1), layout.out)
-    written = view(got.ravel(), 0, (geometry.c_in, geometry.c_out_per_group, 1, 1, 1), layout.weight)
+    assert geometry.kernel == geometry.out_extent
+    assert (geometry.kernel == (1, 1, 1)) != last
+    assert geometry.kernel[0] == 1
+    read = view(memory.ravel(), 0, (geometry.n, geometry.c_out, *geometry.out_extent), layout.out)
+    written = view(got.ravel(), 0, (geometry.c_in, geometry.c_out_per_group, *geometry.kernel), layout.weight)
     cpu.weight_gradient(x3, read, geometry, written)
     np.testing.assert_allclose(got, out, rtol=1e-12, atol=1e-12)
 
@@ -75,14 +82,17 @@ def test_taps_are_channels_only_where_nothing_lies_between() -> None:
     layout = layout_of(geometry)
     assert without_taps(geometry, layout)[0].c_out == 4 * 24
     for side, strides in (
-        ("out", (96, 1, 48, 16, 4)),
-        ("out", (200, 48, 12, 4, 1)),
+        ("out", (200, 48, 13, 4, 1)),
         ("out", (96, 24, 12, 5, 1)),
-        ("weight", (96, 1, 48, 16, 4)),
+        ("weight", (96, 1, 52, 16, 4)),
         ("weight", (96, 24, -12, 4, 1)),
     ):
         other = dataclasses.replace(layout, **{side: strides})
         assert without_taps(geometry, other) == (geometry, other)
+    for side, strides in (("out", (96, 1, 48, 16, 4)), ("out", (200, 48, 12, 4, 1)), ("weight", (96, 1, 48, 16, 4))):
+        found, rows = without_taps(geometry, dataclasses.replace(layout, **{side: strides}))
+        assert (found.rank, found.kernel, found.c_out) == (2, (1, 6, 4), 4)
+        assert getattr(rows, side) == (*strides[:2], 0, *strides[3:])
     # A row that is read backwards, or elements that are apart, are channels a negative step or some apart.
     for side, strides, step in (("out", (96, -24, -12, -4, -1), -1), ("weight", (192, 48, 24, 8, 2), 2)):
         found = without_taps(geometry, dataclasses.replace(layout, **{side: strides}))[1]
