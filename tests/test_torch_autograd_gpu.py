@@ -321,10 +321,10 @@ def test_grad_scaler_trains_as_with_torch() -> None:
 # Host time.
 
 
-def host_times(functions: dict[str, Callable[[], Any]], calls: int = 200) -> dict[str, float]:
-    """Return the least seconds a call. They take turns, since the load of the host may change meanwhile."""
+def host_times(functions: dict[str, Callable[[], Any]], calls: int = 25) -> dict[str, float]:
+    """Return the least seconds a call. They take short turns, of which some find host and GPU without other work."""
     best = dict.fromkeys(functions, float("inf"))
-    for _ in range(20):
+    for _ in range(160):
         for name, function in functions.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
