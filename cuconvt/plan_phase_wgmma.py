@@ -38,6 +38,7 @@ from cuconvt.plan_phase_gemm import (
     _others_divisible,
     _x_vector,
 )
+from cuconvt.plan_rounds import AROUND, AROUND_OF_SPLIT, takes_longest_first, taps_of_phases
 from cuconvt.plan_search import ROUNDINGS, cheapest_tile, of_tile, remembered
 
 Ints = tuple[int, ...]
@@ -232,14 +233,27 @@ def plan_tile(
     }
     registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
     defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers)
+    resident = device.multiprocessors * tile.min_blocks
+    grid = _grid(blocks, resident, phases, geometry.groups * tiles_c if tile.resident else 1)
+    is_uneven = not tile.all_phases and any(geometry.kernel[axis] % geometry.stride[axis] for axis in range(2))
+    longest_first = (
+        is_uneven
+        and not tile.resident
+        and takes_longest_first(
+            taps_of_phases(geometry),
+            tiles_c * geometry.groups,
+            prod(tiles) * geometry.n,
+            grid,
+            resident,
+            AROUND_OF_SPLIT if work.parts == 2 else AROUND,
+        )
+    )
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
     slots = geometry.groups * tiles_c * chunks * work.slots_of_chunk(tile)
     return Plan(
         kernel="phase_wgmma",
         defines=defines,
-        grid=_grid(
-            blocks, device.multiprocessors * tile.min_blocks, phases, geometry.groups * tiles_c if tile.resident else 1
-        ),
+        grid=resident if longest_first else grid,
         block=tile.threads,
         shared_bytes=work.shared_bytes(tile, box, False),
         problem=problem_parameters(
@@ -247,7 +261,7 @@ def plan_tile(
             layout,
             (*tiles, tiles_c),
             _x_vector(geometry, layout, work.shape.itemsize),
-            False,
+            longest_first,
             work.box_parameters(tile, box, blocks),
             (planes.extent, planes.first),
         ),

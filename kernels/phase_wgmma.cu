@@ -131,24 +131,45 @@ struct Block {
     int n, group;
 };
 
-__device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
-    // What reads the same x runs fastest, then what reads its neighbours.
-    Block b;
-    b.tile_c = (int)take(index, p, 3);
-    b.group = (int)take(index, p, 4);
+// Whether phases that are blocks of their own differ in taps, the first ones having more.
+constexpr bool UNEVEN = !ALL_PHASES && (KERNEL_D % STRIDE_D || KERNEL_H % STRIDE_H);
+
+__device__ __forceinline__ void take_phases(Block& b, unsigned& index) {
     b.phase_h = (int)(index % (STRIDE_H / PHASES_H));
     index /= STRIDE_H / PHASES_H;
     b.phase_d = (int)(index % (STRIDE_D / PHASES_D));
     index /= STRIDE_D / PHASES_D;
-    b.w = (Index)take(index, p, 2) * (Index)p.box[2] + (Index)p.pad[2] / STRIDE_W;
-    b.h = (Index)take(index, p, 1) * (Index)p.box[1] + (Index)p.pad[1] / STRIDE_H;
-    b.d = (Index)take(index, p, 0) * (Index)p.box[0] + (Index)p.pad[0] / STRIDE_D;
+}
+
+__device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
+    // What reads the same x runs fastest, then what reads its neighbours; of few boxes those that take longer come first.
+    const bool long_first = UNEVEN && p.out_vector;
+    Block b;
+    b.tile_c = (int)take(index, p, 3);
+    b.group = (int)take(index, p, 4);
+    if (!long_first) take_phases(b, index);
+    unsigned boxes = index;
+    if (long_first) {
+        const unsigned of_phase = (unsigned)(p.n * p.tiles[0] * p.tiles[1] * p.tiles[2]);
+        index /= of_phase;
+        boxes -= index * of_phase;
+        take_phases(b, index);
+    }
+    b.w = (Index)take(boxes, p, 2) * (Index)p.box[2] + (Index)p.pad[2] / STRIDE_W;
+    b.h = (Index)take(boxes, p, 1) * (Index)p.box[1] + (Index)p.pad[1] / STRIDE_H;
+    b.d = (Index)take(boxes, p, 0) * (Index)p.box[0] + (Index)p.pad[0] / STRIDE_D;
     if (!ALL_PHASES) {
         b.h += late(p.pad[1], STRIDE_H, b.phase_h);
         b.d += late(p.pad[0], STRIDE_D, b.phase_d);
     }
-    b.n = (int)index;
+    b.n = (int)boxes;
     return b;
+}
+
+// The box that a block takes after one. Of long and short ones it takes rounds to and fro, so that no block has the longest of
+// each.
+__device__ __forceinline__ unsigned next_box(unsigned index, unsigned blocks, const Problem& p) {
+    return index + (UNEVEN && p.out_vector ? 2 * (blocks - 1 - index % blocks) + 1 : blocks);
 }
 
 __device__ __forceinline__ Staged staged_box(const Problem& p) {
@@ -671,7 +692,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             fill.at_once = fill.left / (boxes * (RESIDENT ? 1 : slices * chunks * ROWS_OF_TAPS)) + 1;
             const auto fill_next = [&] { fill_planes(fill, fill.at_once, bias, out, p); };
             bool stay = false;
-            for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
+            for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index = next_box(index, gridDim.x, p)) {
                 const Block b = locate(index, p);
                 const Rows rows(b);
                 if (!rows.count()) continue;
@@ -690,7 +711,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         int team = 0;
         // Neither how far the next box is nor whether there is one is worked out earlier: that would take registers.
         const auto blocks = [] { return FILLS ? (unsigned)recomputed((int)gridDim.x) : gridDim.x; };
-        for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += blocks()) {
+        for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index = next_box(index, blocks(), p)) {
             const Block b = locate(index, p);
             const Rows rows(b);
             if (!rows.count()) continue;
@@ -750,7 +771,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Operand staged = describe(stages + team * X_STAGES * PLANES * s.plane, s.plane * 16, (patches_w ? s.w : 8) * 16);
     const Operand weights = describe(slots, COLUMNS * 16, 128);
 
-    for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x) {
+    for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index = next_box(index, TEAMS * gridDim.x, p)) {
         const Block b = locate(index, p);
         const Rows rows(b);
         const bool alive = rows.count();

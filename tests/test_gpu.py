@@ -16,6 +16,7 @@ from harness import call, check, is_channels_last, to_numpy
 from hypothesis import given, seed, settings
 from special import check_denormals, check_infinities, check_scales
 from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, Specialisation, case, place, problems
+from test_plan import problem_of
 
 import cuconvt
 
@@ -307,6 +308,36 @@ TURNED = {
     "ragged": case((2, 24, 5, 7, 11), 57, (2, 3, 4), padding=((0, 1), (2, 0), (1, 1)), **LAST),
     "rows_of_the_result": case((2, 64, 12, 40), 48, 3, padding=1, has_bias=True, x_layout="channels_last"),
 }
+
+
+# Phases that differ in taps, in more boxes than the device holds blocks.
+UNEVEN = {
+    "volume": case((3, 40, 15, 20, 33), 72, 3, 2, 1, 1, has_bias=True),
+    "volume_last": case((3, 40, 15, 20, 33), 72, 3, 2, 1, 1, x_layout="channels_last", out_layout="channels_last"),
+    "image": case((5, 72, 61, 100), 136, (5, 3), (3, 2), (1, 0), has_bias=True),
+    "grouped": case((2, 96, 50, 71), 80, 3, 2, groups=2, x_layout="cropped", out_layout="misaligned"),
+}
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("name", UNEVEN)
+def test_phases_with_more_taps_come_first(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, precision: str | None
+) -> None:
+    from cuconvt import cuda, plan_phase_wgmma, warm
+
+    tile = plan_phase_wgmma.Tile(2, 2, 1, 8, False, 1, 4, 6, False, False, False, 1)
+    orders = []
+
+    def plan(*problem: Any) -> Any:
+        planned = plan_phase_wgmma.plan_tile(*problem, tile)
+        orders.append(problem_of(planned)["out_vector"][0])
+        return planned
+
+    monkeypatch.setattr(plan_phase_wgmma, "takes_longest_first", lambda *_: True)
+    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+        check(UNEVEN[name], dtype, cupy, precision)
+    assert set(orders) == {1}
 
 
 @pytest.fixture

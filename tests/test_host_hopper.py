@@ -13,7 +13,9 @@ from host.build import kernel_sources, why_not
 from host_phase_wgmma import plan_with
 from strategies import DTYPES, case
 from test_host_faults import PASSING, STAYING, VALUES, WGMMA_DEVICE, plant
+from test_plan import problem_of
 
+from cuconvt import plan_phase_wgmma
 from cuconvt.plan import Plan
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -506,3 +508,52 @@ def test_faults_of_runs_are_caught(name: str) -> None:
     problem = "two stores a position" if "edge" in name else "late phases"
     with pytest.raises(AssertionError, match=caught_by):
         check_runs(problem, plant(kernel_sources("phase_wgmma.cu"), before, after))
+
+
+# ---- boxes of phases that differ in taps -----------------------------------------------------------------------------
+
+# Those with more taps first, in rounds to and fro: a problem, and multiprocessors.
+UNEVEN = {
+    "rows": (case((2, 17, 7, 40), 19, 3, 2, 1, 1, has_bias=True), 3),
+    "planes and rows": (case((3, 9, 3, 5, 17), 7, (3, 5, 4), 2, (1, 2, 1), has_bias=True), 4),
+    "groups": (case((2, 18, 6, 5, 9), 22, (1, 3, 2), (2, 2, 1), groups=2, has_bias=True), 3),
+    "dead phases": (case((2, 9, 5, 6, 11), 9, 3, 2, 1, 1, dilation=(1, 2, 1), has_bias=True), 2),
+}
+
+
+def check_uneven(name: str, sources: dict[str, str] | None = None) -> None:
+    problem, multiprocessors = UNEVEN[name]
+    device = dataclasses.replace(WGMMA_DEVICE, multiprocessors=multiprocessors)
+    rounds = []
+
+    def plan(*arguments: Any) -> Plan:
+        planned = plan_with(PASSING)(*arguments)
+        fields = problem_of(planned)
+        assert fields["out_vector"] == (1,)
+        rounds.append(fields["blocks"][0] / planned.grid)
+        return planned
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_phase_wgmma, "takes_longest_first", lambda *_: True)
+        with on_host("phase_wgmma", device, "tf32x3", sources=sources, plan=plan):
+            check(problem, "float32", precision="tf32x3")
+    assert min(rounds) > 2
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_phases_with_more_taps_come_first(name: str) -> None:
+    check_uneven(name)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("boxes -= index * of_phase;", ""),
+        ("take_phases(b, index);\n    }\n    b.w", "b.phase_h = b.phase_d = 0;\n    }\n    b.w"),
+        ("(blocks - 1 - index % blocks) + 1 : blocks", "(blocks - index % blocks) + 1 : blocks"),
+    ],
+    ids=["boxes", "phases", "rounds"],
+)
+def test_a_fault_of_their_order_is_caught(before: str, after: str) -> None:
+    with pytest.raises(AssertionError, match="nobody wrote byte|which thread|belong to no|" + VALUES):
+        check_uneven("planes and rows", plant(kernel_sources("phase_wgmma.cu"), before, after))
