@@ -305,13 +305,13 @@ def plan_weight_gradient_tma(
     """
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal(NAME, reason)
-    whole = plan = _plan_images(geometry, dtype, layout, precision, device, tile, True)
+    whole = plan = _plan_images(geometry, dtype, layout, precision, device, tile, are_all=True)
     for launches in range(2, min(geometry.n, MAX_LAUNCHES) + 1):
         if not isinstance(plan, NoRoom):
             break
         if geometry.n % launches == 0:
             images = dataclasses.replace(geometry, n=geometry.n // launches)
-            plan = _plan_images(images, dtype, layout, precision, device, tile, False)
+            plan = _plan_images(images, dtype, layout, precision, device, tile, are_all=False)
             if isinstance(plan, Plan):
                 return _in_launches(plan, launches, images, layout, ITEMSIZES[dtype])
     return whole
