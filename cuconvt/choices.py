@@ -43,5 +43,6 @@ def _file(question: str) -> Path:
 def planners_digest() -> str:
     """Return a digest of the texts of all that planners search with."""
     package = Path(__file__).parent
-    files = sorted((*package.glob("plan*.py"), package / "geometry.py", package / "tensor_map.py"))
+    others = (package / f"{name}.py" for name in ("geometry", "phases", "tensor_map"))
+    files = sorted((*package.glob("plan*.py"), *others))
     return _digest(b"".join(file.read_bytes() for file in files))

@@ -211,9 +211,10 @@ def plan_tile(
     box = work.box_of_launch(tile, extents, times, device, layout)
     if box is None:
         return Refusal("phase_wgmma", "no box of this tile fits into shared memory and reaches elements in 32 bits")
+    held = device.multiprocessors * tile.min_blocks
     if tile.slides:
         columns = _count(extents[1:], box.extent[1:]) * times
-        box = work.cut_along_d(tile, box, extents[0], columns, device.multiprocessors * tile.min_blocks)
+        box = work.cut_along_d(tile, box, extents[0], columns, held)
     tiles = tuple(-(-q // b) for q, b in zip(extents, box.extent, strict=True))
     blocks = prod(tiles) * times
     if blocks > MAX_BLOCKS:
@@ -233,8 +234,8 @@ def plan_tile(
     }
     registers = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
     defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers)
-    resident = device.multiprocessors * tile.min_blocks
-    grid = _grid(blocks, resident, phases, geometry.groups * tiles_c if tile.resident else 1)
+    grid = _grid(blocks, held, phases, geometry.groups * tiles_c if tile.resident else 1)
+    # As the kernel decides, whose other phases keep their order.
     is_uneven = not tile.all_phases and any(geometry.kernel[axis] % geometry.stride[axis] for axis in range(2))
     longest_first = (
         is_uneven
@@ -242,9 +243,9 @@ def plan_tile(
         and takes_longest_first(
             taps_of_phases(geometry),
             tiles_c * geometry.groups,
-            prod(tiles) * geometry.n,
+            blocks,
             grid,
-            resident,
+            held,
             AROUND_OF_SPLIT if work.parts == 2 else AROUND,
         )
     )
@@ -253,7 +254,7 @@ def plan_tile(
     return Plan(
         kernel="phase_wgmma",
         defines=defines,
-        grid=resident if longest_first else grid,
+        grid=held if longest_first else grid,
         block=tile.threads,
         shared_bytes=work.shared_bytes(tile, box, False),
         problem=problem_parameters(

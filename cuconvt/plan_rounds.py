@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 
 from cuconvt.geometry import Geometry
+from cuconvt.phases import axis_phases
 
 MOST_ROUNDS = 8  # of more of them every block has about as much to do, and boxes of one place should follow each other
 # What a box takes besides the products of its taps, in rows of these: to stage x, which 3xTF32 hides behind products.
@@ -15,16 +16,12 @@ WORTH = 0.93  # of the usual order's time: boxes of one place that follow each o
 
 def taps_of_phases(geometry: Geometry) -> list[int]:
     """Return the rows of taps along D and H of each phase, in the kernel's order."""
-    axes = []
-    for kernel, stride, dilation in zip(geometry.kernel[:2], geometry.stride[:2], geometry.dilation[:2], strict=True):
-        phases = [tap * dilation % stride for tap in range(kernel)]
-        axes.append([phases.count(phase) for phase in range(stride)])
-    return [d * h for d, h in product(*axes)]
+    g = geometry
+    axes = (axis_phases(g.kernel[axis], g.stride[axis], g.dilation[axis]) for axis in range(2))
+    return [len(d.taps) * len(h.taps) for d, h in product(*axes)]
 
 
-def takes_longest_first(
-    taps: Sequence[int], together: int, boxes: int, in_turn: int, resident: int, around: float
-) -> bool:
+def takes_longest_first(taps: Sequence[int], together: int, boxes: int, in_turn: int, held: int, around: float) -> bool:
     """Whether blocks should take all boxes of the first phases first, in rounds to and fro, instead of phases in turn.
 
     Parameters
@@ -34,18 +31,17 @@ def takes_longest_first(
     together : int
         Boxes of a phase that follow each other: tiles of channels, and groups.
     boxes : int
-        Boxes of each phase, besides that.
-    in_turn, resident : int
+        All boxes of all phases.
+    in_turn, held : int
         Blocks of the launch in the usual order, and as many as the device holds.
     around : float
         What a box takes besides its rows of taps.
     """
-    count = together * boxes * len(taps)
-    if len(set(taps)) == 1 or not resident < count <= MOST_ROUNDS * resident:
+    if len(set(taps)) == 1 or not held < boxes <= MOST_ROUNDS * held:
         return False
-    usual = (taps[index // together % len(taps)] for index in range(count))
-    longest = (taps[index // (together * boxes)] for index in range(count))
-    return _busiest(longest, resident, around, True) < WORTH * _busiest(usual, in_turn, around, False)
+    usual = (taps[index // together % len(taps)] for index in range(boxes))
+    longest = (taps[index * len(taps) // boxes] for index in range(boxes))
+    return _busiest(longest, held, around, True) < WORTH * _busiest(usual, in_turn, around, False)
 
 
 def _busiest(taps: Iterable[int], blocks: int, around: float, to_and_fro: bool) -> float:

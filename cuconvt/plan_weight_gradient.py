@@ -31,7 +31,6 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_search import remembered
-from cuconvt.plan_single import without_taps
 
 THREADS = 128
 MAX_WORKSPACE_BYTES = 256 * 2**20
@@ -101,7 +100,6 @@ def make_weight_gradient_plan(
         plan_weight_gradient_narrow,
         plan_weight_gradient_few_channels,
     )
-    geometry, layout = without_taps(geometry, layout)
     proposals = [family(geometry, dtype, layout, precision, device) for family in families]
     for last in (plan_weight_gradient_wgmma, plan_weight_gradient):
         proposals.append(last(geometry, dtype, layout, precision, device, most=least_cost(proposals)))

@@ -30,6 +30,7 @@ from cuconvt.plan import (
 from cuconvt.plan_phase_gemm import PRECISION_CODES
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
 from cuconvt.plan_search import ROUNDINGS, of_tile, remembered, step_of_size
+from cuconvt.plan_single import without_taps
 from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS, Array, channels_last, turn_of
 from cuconvt.plan_weight_gradient import SUM_THREADS
 from cuconvt.plan_weight_gradient_boxes import (
@@ -303,6 +304,7 @@ def plan_weight_gradient_tma(
 
     Where the workspace of all images would be larger than it may be, they are taken in several launches.
     """
+    geometry, layout = without_taps(geometry, layout)
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal(NAME, reason)
     whole = plan = _plan_images(geometry, dtype, layout, precision, device, tile, are_all=True)

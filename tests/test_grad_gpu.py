@@ -454,20 +454,13 @@ SINGLE = {
     ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")]
 )
 @pytest.mark.parametrize("name", SINGLE)
-def test_weights_of_one_tap_and_one_part(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
-    from cuconvt import cuda_gradients
-    from cuconvt.plan_single import without_taps
+def test_weights_of_one_tap_and_one_part(cupy: Any, by_tma: None, name: str, dtype: str, precision: str | None) -> None:
     from cuconvt.plan_weight_gradient_tma import plan_weight_gradient_tma
 
-    def planned(geometry: Any, dtype: str, layout: Any, *others: Any) -> Any:
-        geometry, layout = without_taps(geometry, layout)
-        return plan_weight_gradient_tma(geometry, dtype, layout, *others)
-
     geometry = geometry_of(SINGLE[name])
-    plan = planned(geometry, dtype, layout_of(geometry), precision, DEVICES[90])
+    plan = plan_weight_gradient_tma(geometry, dtype, layout_of(geometry), precision, DEVICES[90])
     assert (dict(plan.defines)["ONE_PART"], plan.sums) == (1, 0)
-    with planned_by(planned, cuda_gradients, "make_weight_gradient_plan", cuda_gradients._prepare_weight_gradient):
-        check("weight", SINGLE[name], dtype, cupy, precision)
+    check("weight", SINGLE[name], dtype, cupy, precision)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
