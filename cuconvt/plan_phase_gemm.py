@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
-from cuconvt.geometry import Geometry
+from cuconvt.geometry import Geometry, Triple
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
@@ -55,8 +55,11 @@ SHARED_BYTES_A_CLOCK = 128
 L2_BYTES_A_CLOCK = 24
 INSTRUCTIONS_A_COPY = 15
 TYPICAL_EXTENT = {1: 4096, 2: 256, 3: 64}  # of an axis, by rank
+SHORTEST = {1: 256, 2: 32, 3: 16}  # and the least that many phases leave of it
 STEP_CLOCKS = 150  # a barrier and the first loads after it
 THREE_PRODUCTS = 1.2  # how much longer 3xTF32 takes than the rest of the estimate says
+AS_CHANNELS = 1.05  # and phases that are channels
+SECTOR = 32  # bytes
 STORED_IN_PARTS = 1.3  # how much longer few channels take, channels-last: they fill no sector
 
 
@@ -69,6 +72,7 @@ class Tile:
     rows_along_w: bool
     tiles_c: int
     k_steps: int
+    phases_as_channels: bool = False
 
     @property
     def block(self) -> int:
@@ -89,17 +93,23 @@ def plan_phase_gemm(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
 ) -> Plan | Refusal:
     """Propose the tile with the least estimated time, or a given one, or say why tensor cores do not serve."""
-    if reason := _refuse(geometry, dtype, precision, device):
+    works, reason = _works(geometry, dtype, layout, precision, device)
+    if reason:
         return Refusal("phase_gemm", reason)
-    work = _Work(geometry, dtype, precision, layout, device.compute_capability)
-    tile = tile or min(_tiles(work, device), key=lambda t: work.clocks_a_position(t, device), default=None)
+
+    def clocks(tile: Tile) -> float:
+        return works[tile.phases_as_channels].clocks_a_position(tile, device)
+
+    tile = tile or min(_tiles(works, device), key=clocks, default=None)
     if tile is None:
         return Refusal(
             "phase_gemm", f"no tile fits into {device.shared_bytes} bytes of shared memory and the registers"
         )
     tiles_d, tiles_h, tiles_w = (-(-positions(geometry, a) // tile.box[a]) for a in range(3))
-    tiles_c = -(-geometry.c_out_per_group // tile.box_c)
-    phases = geometry.stride[0] * geometry.stride[1]
+    work = works[tile.phases_as_channels]
+    gemm = work.geometry
+    tiles_c = -(-gemm.c_out_per_group // tile.box_c)
+    phases = gemm.stride[0] * gemm.stride[1]
     grid = tiles_d * tiles_h * tiles_w * phases * tiles_c * geometry.groups * geometry.n
     if grid > MAX_GRID:
         return Refusal("phase_gemm", f"{grid} blocks are more than a launch takes ({MAX_GRID})")
@@ -108,6 +118,7 @@ def plan_phase_gemm(
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
         *axis_macros(KERNEL=geometry.kernel, STRIDE=geometry.stride, DILATION=geometry.dilation, WARPS=tile.warps),
+        *((("PHASES_AS_CHANNELS", 1),) if tile.phases_as_channels else ()),
         ("WARPS_C", 1),  # warps side by side along the channels gain little
         ("ROWS", tile.rows),
         ("ROWS_ALONG_W", int(tile.rows_along_w)),
@@ -122,7 +133,7 @@ def plan_phase_gemm(
         ("SHARED_BYTES", shared),
     )
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
-    packed = geometry.groups * tiles_c * geometry.kernel[0] * geometry.kernel[1] * chunks * work.piece_words(tile)
+    packed = geometry.groups * tiles_c * gemm.kernel[0] * gemm.kernel[1] * chunks * work.piece_words(tile)
     return Plan(
         kernel="phase_gemm",
         defines=defines,
@@ -133,10 +144,10 @@ def plan_phase_gemm(
             geometry,
             layout,
             (tiles_d, tiles_h, tiles_w, tiles_c),
-            _x_vector(geometry, layout, work.itemsize),
+            _x_vector(geometry, layout, work.itemsize) or _pairs(geometry, layout, tile, work.itemsize),
             _out_vector(geometry, layout, work.itemsize),
         ),
-        cost=work.clocks_a_position(tile, device) * all_positions(geometry),
+        cost=clocks(tile) * all_positions(geometry),
         packed_words=packed,
         packed_a_thread=work.fragment,
         tile=tile,
@@ -145,20 +156,59 @@ def plan_phase_gemm(
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
     """Yield a plan for every tile that fits, among them the one that is proposed."""
-    if _refuse(geometry, dtype, precision, device):
-        return
-    work = _Work(geometry, dtype, precision, layout, device.compute_capability)
-    for tile in _tiles(work, device):
+    works, _ = _works(geometry, dtype, layout, precision, device)
+    for tile in _tiles(works, device):
         plan = plan_phase_gemm(geometry, dtype, layout, precision, device, tile)
         if isinstance(plan, Plan):
             yield plan
 
 
-def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if reason := refuse_tensor_cores(dtype, precision, device):
-        return reason
-    if reason := refuse_steps(geometry):
-        return reason
+def _works(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+) -> tuple[dict[bool, _Work], str | None]:
+    """Return the work of each way to multiply, by whether phases are channels, or why there is none."""
+    if reason := refuse_tensor_cores(dtype, precision, device) or refuse_steps(geometry):
+        return {}, reason
+    works = {}
+    reason = _refuse_taps(geometry)
+    if not reason:
+        works[False] = _Work(geometry, dtype, precision, layout, device.compute_capability)
+    if _phases_are_alike(geometry):
+        gemm = _with_phases_as_channels(geometry)
+        if not _refuse_taps(gemm):
+            works[True] = _Work(gemm, dtype, precision, layout, device.compute_capability, geometry)
+    return works, None if works else reason
+
+
+def _phases_are_alike(geometry: Geometry) -> bool:
+    """Whether all phases along each axis have equally many taps, and there are several phases.
+
+    All of them then read the same positions of x. (With weights of zero for taps that some do not have, others could,
+    too, but for an x that is infinite.)
+    """
+    g = geometry
+    whole = all(k % s == 0 for k, s in zip(g.kernel, g.stride, strict=True))
+    return whole and g.dilation == (1, 1, 1) and g.stride != (1, 1, 1)
+
+
+def _with_phases_as_channels(geometry: Geometry) -> Geometry:
+    """Return the correlation without a stride whose channels are all phases of all channels."""
+    g = geometry
+
+    def an_axis(number: Callable[[int], int]) -> Triple:
+        return number(0), number(1), number(2)
+
+    return replace(
+        g,
+        c_out=g.c_out * prod(g.stride),
+        kernel=an_axis(lambda axis: g.kernel[axis] // g.stride[axis]),
+        stride=(1, 1, 1),
+        pad_before=an_axis(lambda axis: g.pad_before[axis] // g.stride[axis]),
+        out_extent=an_axis(lambda axis: positions(g, axis)),
+    )
+
+
+def _refuse_taps(geometry: Geometry) -> str | None:
     if geometry.kernel[2] > MAX_UNROLLED_TAPS:
         return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
     if geometry.stride[2] > MAX_STRIDE_W:
@@ -174,6 +224,13 @@ def _x_vector(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
     unit = 16 // itemsize
     groups_aligned = geometry.groups == 1 or geometry.c_in_per_group % unit == 0
     return layout.x_aligned and groups_aligned and layout.x[1] == 1 and _others_divisible(layout.x, 1, unit)
+
+
+def _pairs(geometry: Geometry, layout: Layout, tile: Tile, itemsize: int) -> int:
+    """Return 2 where rows of x may be copied two positions of 16 bits at a time, and phases are channels, or 0."""
+    rows = tile.phases_as_channels and itemsize == 2 and not layout.x_channels_last
+    whole = geometry.x_extent[2] % 2 == 0 and layout.x_aligned and layout.x[4] == 1
+    return 2 if rows and whole and _others_divisible(layout.x, 4, 2) else 0
 
 
 def _out_vector(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
@@ -199,8 +256,17 @@ def _others_divisible(strides: tuple[int, ...], fastest: int, unit: int) -> bool
 class _Work:
     """The sizes that follow from a problem's compile-time parameters and a tile; the kernel computes the same ones."""
 
-    def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout, compute_capability: int):
+    def __init__(
+        self,
+        geometry: Geometry,
+        dtype: str,
+        precision: str | None,
+        layout: Layout,
+        compute_capability: int,
+        whole: Geometry | None = None,
+    ):
         self.geometry = geometry
+        self.whole = whole or geometry  # the problem where phases are channels of `geometry`
         self.compute_capability = compute_capability
         self.channels_last = layout.x_channels_last
         self.out_channels_last = layout.out_channels_last
@@ -224,6 +290,18 @@ class _Work:
             self.interleaved = max(self.taps_h, rounds) - 1
         else:
             self.interleaved = self.taps_h if self.taps_h > 1 else rounds
+
+    def stores_in_parts(self, tile: Tile) -> bool:
+        """Whether channels of a channels-last result, and phases along W where these are channels, fill no sector."""
+        c_out = self.whole.c_out_per_group
+        return c_out * self.whole.stride[2] * self.itemsize < SECTOR if tile.phases_as_channels else c_out <= FEW
+
+    def typical_extent(self, axis: int) -> float:
+        """Return how many positions q an axis of a typical problem has: fewer, where these have many phases."""
+        typical = TYPICAL_EXTENT[self.whole.rank]
+        if self.whole is self.geometry:
+            return typical
+        return max(typical / self.whole.stride[axis], SHORTEST[self.whole.rank])
 
     def chunk(self, tile: Tile) -> int:
         """Input channels of a step."""
@@ -294,26 +372,32 @@ class _Work:
         chunks = -(-g.c_in_per_group // self.chunk(tile))
         stores = 2 * prod(tile.box) * g.stride[2] * tile.box_c * self.itemsize / L2_BYTES_A_CLOCK
         if not self.out_channels_last:
-            stores *= 1 + 48 / (tile.box[2] * g.stride[2] * self.itemsize)  # short rows end in parts of sectors
+            stores *= 1 + 48 / (
+                tile.box[2] * self.whole.stride[2] * self.itemsize
+            )  # short rows end in parts of sectors
         phases = g.stride[0] * g.stride[1]
         steps = chunks * g.kernel[0] * g.stride[1]  # over all phases along D and H
         tiles_c = -(-g.c_out_per_group // tile.box_c)
         # The last box of an axis is half empty on average; for extents, which may not choose, stands a typical one.
-        empty = prod(1 + box / (2 * TYPICAL_EXTENT[g.rank]) for box in tile.box[3 - g.rank :])
+        empty = prod(
+            1 + box / (2 * self.typical_extent(axis)) for axis, box in enumerate(tile.box) if axis >= 3 - g.rank
+        )
         slower = THREE_PRODUCTS if self.products == 3 else 1
-        if self.out_channels_last and g.c_out_per_group <= FEW:
+        slower *= AS_CHANNELS if tile.phases_as_channels else 1
+        if self.out_channels_last and self.stores_in_parts(tile):
             slower *= STORED_IN_PARTS
         return slower * tiles_c * empty * (steps * step + phases * stores) / prod(tile.box)
 
 
-def _tiles(work: _Work, device: Device) -> Iterator[Tile]:
+def _tiles(works: dict[bool, _Work], device: Device) -> Iterator[Tile]:
     """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
-    rank = work.geometry.rank
-    for warps, rows, tiles_c, k_steps in itertools.product(WARPS[rank], ROWS, TILES_C, K_STEPS):
-        tile = Tile(warps, rows, rank == 1, tiles_c, k_steps)
-        if tiles_c > 1 and tile.box_c >= work.geometry.c_out_per_group + 8:
-            continue
-        if k_steps > 1 and work.chunk(tile) >= 2 * work.geometry.c_in_per_group:
-            continue
-        if work.registers(tile) <= MAX_REGISTERS and 4 * work.shared_words(tile) <= device.shared_bytes:
-            yield tile
+    for as_channels, work in works.items():
+        g = work.geometry
+        for warps, rows, tiles_c, k_steps in itertools.product(WARPS[g.rank], ROWS, TILES_C, K_STEPS):
+            tile = Tile(warps, rows, g.rank == 1, tiles_c, k_steps, as_channels)
+            if tiles_c > 1 and tile.box_c >= g.c_out_per_group + 8:
+                continue
+            if k_steps > 1 and work.chunk(tile) >= 2 * g.c_in_per_group:
+                continue
+            if work.registers(tile) <= MAX_REGISTERS and 4 * work.shared_words(tile) <= device.shared_bytes:
+                yield tile

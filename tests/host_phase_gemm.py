@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 from described import DEVICES
 from strategies import LAYOUTS, SIDES, Ints, Specialisation
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import Device, Layout, Plan
+from cuconvt.plan_phase_gemm import candidates
 
 BUDGET = 0.2  # an mma of 32 threads takes longer than its products
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
@@ -22,6 +27,16 @@ RARE_TILES = (
     ("bfloat16", (1, 3), 3, 5, True),
     ("bfloat16", (1, 1, 1), 8, 48, True),
     ("float16", (1, 1, 1), 3, 64, False),
+)
+# Kernel, stride and channels of a group (in and out): phases that may be channels.
+ALIKE = (
+    ((16,), (8,), 17, 1),
+    ((4, 4), (2, 2), 9, 3),
+    ((4, 2, 2), (2, 2, 2), 8, 1),
+    ((9,), (3,), 3, 5),
+    ((6, 4), (3, 4), 1, 2),
+    ((1, 4, 6), (1, 2, 2), 2, 7),
+    ((40,), (40,), 8, 2),
 )
 KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
 LAST = ("channels_last",)
@@ -54,7 +69,32 @@ def cases() -> dict[str, dict[str, Any]]:
         stride = (2,) * len(kernel) if precision else once
         spec = Specialisation(kernel, stride, once, c_in, c_out, layouts(last), layouts(last)[:-1] or LAST)
         found[f"{dtype}-{c_in}-to-{c_out}"] = {"spec": spec, "dtype": dtype, "precision": precision, "first_w": 0}
+    for index, ((dtype, precision), (x, out)) in enumerate(itertools.product(KINDS, SIDES)):
+        kernel, stride, c_in, c_out = ALIKE[index % len(ALIKE)]
+        spec = Specialisation(kernel, stride, (1,) * len(kernel), c_in, c_out, layouts(x), layouts(out)[:-1] or LAST)
+        fields = {
+            "precision": precision,
+            "first_w": index % 4,
+            "plan": PhasesAsChannels(index),
+            "index64": index % 5 == 0,
+        }
+        found[f"phases-as-channels-{index}"] = {"spec": spec, "dtype": dtype, **fields}
     return found
+
+
+class PhasesAsChannels:
+    """A planner that takes one of a problem's tiles with phases as channels, whatever it costs."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __call__(
+        self, family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+    ) -> Plan:
+        tiles = [
+            plan for plan in candidates(geometry, dtype, layout, precision, device) if plan.tile.phases_as_channels
+        ]
+        return random.Random(self.number).choice(tiles)
 
 
 def layouts(last: bool) -> tuple[str, ...]:

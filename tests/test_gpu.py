@@ -222,6 +222,32 @@ def test_many_phases(cupy: Any, name: str, layout: str, dtype: str, precision: s
     check(dataclasses.replace(MANY_PHASES[name], x_layout=layout, out_layout=layout), dtype, cupy, precision)
 
 
+# Phases that all read the same positions of x, as the channels of one product.
+ALIKE = {
+    "spectrum": case((2, 70, 90), 1, 64, 16, has_bias=True),
+    "speech": case((3, 48, 515), 2, 16, 8, padding=4, output_padding=3),
+    "patches": case((3, 33, 7, 9), 3, (4, 16), (4, 16), has_bias=True),
+    "image": case((3, 64, 19, 33), 3, 4, 2, padding=1, has_bias=True),
+    "odd_steps": case((2, 24, 11, 20), 5, (6, 9), (2, 3), padding=((1, 0), (2, 4)), output_padding=(1, 2)),
+    "volume": case((2, 32, 9, 11, 17), 1, 4, 2, padding=1, has_bias=True),
+    "grouped": case((2, 24, 5, 9, 12), 21, (2, 4, 2), (1, 4, 2), groups=3, has_bias=True),
+}
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_phases_as_channels(cupy: Any, name: str, layout: str, dtype: str, precision: str | None) -> None:
+    from cuconvt import cuda, warm
+    from cuconvt.plan_phase_gemm import candidates
+
+    def plan(*problem: Any) -> Any:
+        return min((p for p in candidates(*problem) if p.tile.phases_as_channels), key=lambda p: p.cost)
+
+    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+        check(dataclasses.replace(ALIKE[name], x_layout=layout, out_layout=layout), dtype, cupy, precision)
+
+
 # Rows of few channels a group whose 16-bit results leave a block a box at a time: of even and odd lengths, in several
 # boxes along every axis, with and without 16 bytes of x that can be fetched at once.
 BOXED = {

@@ -200,11 +200,14 @@ def one_past_every_edge(family: str, this: Case) -> Problem:
     return smallest(this, tuple(extent))
 
 
-def whole_words(this: Case) -> Problem:
-    """Return a problem whose rows of inputs are a multiple of four, and those of outputs of two where they can be."""
+def whole_words(this: Case, beyond: int = 0) -> Problem:
+    """Return a problem whose rows of inputs are a multiple of four, and those of outputs of two where they can be.
+
+    Or rows that are so many `beyond` a multiple of four.
+    """
     lead = (2,) * (len(this.spec.kernel) - 1)
     found = (smallest(this, (*lead, width)) for width in range(17, 25))
-    whole = [problem for problem in found if problem.extent[-1] % 4 == 0]
+    whole = [problem for problem in found if problem.extent[-1] % 4 == beyond]
     return min(whole, key=lambda problem: problem.out_shape[-1] % 2)
 
 
@@ -228,6 +231,8 @@ def test_any_geometry(family: str, name: str) -> None:
         check(one_past_every_edge(family, this), this.dtype, precision=this.precision, calls=this.spec.calls)
         if family in OWN_LENGTHS:
             check(whole_words(this), this.dtype, precision=this.precision, calls=this.spec.calls)
+        if isinstance(this.plan, host_phase_gemm.PhasesAsChannels):
+            check(whole_words(this, 2), this.dtype, precision=this.precision, calls=this.spec.calls)
         every_problem()
 
 
@@ -287,7 +292,7 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
     at = [name for name, length in struct_fields() for _ in range(length)]
     reached = defaultdict(set)
     for this in CASES["phase_gemm"].values():
-        for problem in (one_past_every_edge("phase_gemm", this), whole_words(this)):
+        for problem in (one_past_every_edge("phase_gemm", this), whole_words(this), whole_words(this, 2)):
             plan = plan_for("phase_gemm", this, problem)
             defines = dict(plan.defines)
             for side in ("x", "out"):
@@ -295,7 +300,8 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
                 reached[kind].add(plan.problem[at.index(f"{side}_vector")])
     for (side, dtype, last), switches in reached.items():
         never = side == "out" and dtype == "float32" and not last  # a word is one element
-        assert switches == ({0} if never else {0, 1}), (side, dtype, last)
+        pairs = side == "x" and dtype != "float32" and not last  # of positions, where phases are channels
+        assert switches == ({0} if never else {0, 1, 2} if pairs else {0, 1}), (side, dtype, last)
     assert len(reached) == 2 * 3 * 2
 
 
@@ -333,6 +339,13 @@ SPECIAL_CASES = [
 @pytest.mark.parametrize(("family", "name"), SPECIAL_CASES)
 def test_special_values_of_three_products(family: str, name: str, checked: Callable[..., None]) -> None:
     with on_host(family, DEVICES[90], "tf32x3"):
+        checked(FIXED[name], lambda array: array, "tf32x3")
+
+
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+@pytest.mark.parametrize("name", ["gan_2d", "vocoder_1d", "one_channel_volume"])
+def test_special_values_of_phases_as_channels(name: str, checked: Callable[..., None]) -> None:
+    with on_host("phase_gemm", DEVICES[90], "tf32x3", plan=host_phase_gemm.PhasesAsChannels(0)):
         checked(FIXED[name], lambda array: array, "tf32x3")
 
 

@@ -17,6 +17,7 @@ from fixed_cases import FIXED
 from harness import check
 from host.backend import on_host
 from host.build import HERE, kernel_sources, why_not
+from host_phase_gemm import PhasesAsChannels
 from host_phase_wgmma import plan_with
 from hypothesis import given, settings
 from strategies import Problem, Specialisation, case, problems
@@ -101,8 +102,16 @@ def run_phase_gemm(sources: dict[str, str]) -> None:
         check(WIDE, "float32")
 
 
-def phase_gemm_fault(before: str, after: str, caught_by: str) -> Fault:
-    return Fault(before, after, caught_by, "phase_gemm.cu", run_phase_gemm)
+def run_phases_as_channels(sources: dict[str, str]) -> None:
+    with on_host("phase_gemm", DEVICES[90], "tf32x3", sources=sources, plan=PhasesAsChannels(0)):
+        check(case((1, 17, 5, 9), 3, 4, stride=2, padding=1), "float32")
+        check(case((1, 17, 5, 9), 3, 4, stride=2, padding=1, out_layout="channels_last"), "float32")
+
+
+def phase_gemm_fault(
+    before: str, after: str, caught_by: str, run: Callable[[dict[str, str]], None] = run_phase_gemm
+) -> Fault:
+    return Fault(before, after, caught_by, "phase_gemm.cu", run)
 
 
 # Boxes that one block takes one after the other, of three chunks of channels; weights pass by or stay.
@@ -337,6 +346,18 @@ FAULTS = {
     ),
     "a tap of a phase GEMM one column late": phase_gemm_fault(
         "(REACH_W - back) * POSITION", "(REACH_W - back + 1) * POSITION", UNWRITTEN
+    ),
+    "weights of other phases than a column's": phase_gemm_fault(
+        "tap_w * (STRIDE_W / PHASES_W) + column.phase_w",
+        "tap_w * (STRIDE_W / PHASES_W) + STRIDE_W - 1 - column.phase_w",
+        VALUES,
+        run_phases_as_channels,
+    ),
+    "no barrier before a row of phases is read": phase_gemm_fault(
+        "        __syncthreads();\n        if (PHASES_AS_CHANNELS) {\n            store_phases_of_row",
+        "        if (PHASES_AS_CHANNELS) {\n            store_phases_of_row",
+        UNWRITTEN + "|with no barrier in between",
+        run_phases_as_channels,
     ),
     "no wait for the kernel that packs, disjoint": disjoint_fault(
         "wait_for_kernel_before();  // it packs the weights\nbarrier", "barrier", KERNEL_BEFORE

@@ -24,6 +24,7 @@ from cuconvt.plan_disjoint import plan_disjoint
 from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
 from cuconvt.plan_gather import plan_gather
 from cuconvt.plan_narrow_groups import plan_narrow_groups
+from cuconvt.plan_phase_gemm import candidates as phase_gemm_candidates
 from cuconvt.plan_phase_wgmma import (
     Planes,
     Work,
@@ -481,7 +482,8 @@ def test_packed_weights_hold_every_tap_and_channel(problem: Problem, kind: Kind,
     channels_in = -(-geometry.c_in_per_group // chunk) * chunk
     channels_out = problem_of(plan)["tiles"][3] * box[3]
     parts = 2 if kind[1] == "tf32x3" else 1
-    assert plan.packed_words * a_word == (geometry.groups * prod(geometry.kernel) * channels_in * channels_out * parts)
+    taps = geometry.taps // (prod(geometry.stride) if plan.tile.phases_as_channels else 1)
+    assert plan.packed_words * a_word == geometry.groups * taps * channels_in * channels_out * parts
     assert plan.packed_words % plan.packed_a_thread == 0
 
 
@@ -611,6 +613,38 @@ def test_fast_tiles_are_not_thought_to_spill(problem: Problem, kind: Kind, field
 )
 def test_few_results_of_many_channels(problem: Problem, last: bool, kernels: tuple[str, ...]) -> None:
     assert plan_of(problem, last=last).kernel in kernels
+
+
+# Many phases, or few channels, that all read the same positions of x: columns of one GEMM.
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        case((8, 1026, 500), 1, 1024, 256),  # an inverse short-time Fourier transform
+        case((4, 512, 4000), 1, 16, 8),  # a decoder of separated speech
+        case((4, 21, 16, 16), 21, 64, 32),
+        case((64, 64, 32, 32), 3, 4, 2, padding=1),
+    ],
+)
+def test_phases_as_channels(problem: Problem, last: bool) -> None:
+    plan = plan_of(problem, last=last)
+    assert plan.kernel == "phase_gemm"
+    assert plan.tile.phases_as_channels
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        case((2, 64, 20, 30), 3, 3, 2),  # phases of two taps, and of one
+        case((2, 64, 20, 30), 3, 4, 2, dilation=2),  # half of the phases have no tap
+        case((2, 64, 20, 30), 3, 4),  # a single phase
+        case((2, 64, 20, 30), 3, (4, 3), (2, 2)),
+    ],
+)
+def test_phases_that_are_not_alike_are_no_channels(problem: Problem) -> None:
+    geometry = geometry_of(problem)
+    plans = phase_gemm_candidates(geometry, "float16", layout_of(geometry), None, DEVICES[90])
+    assert {plan.tile.phases_as_channels for plan in plans} == {False}
 
 
 # ---- kernel = stride ----------------------------------------------------------------------------------------------
