@@ -8,7 +8,7 @@ is a dense stride-1 correlation: nothing is tested for divisibility and nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -38,6 +38,15 @@ def axis_phases(kernel: int, stride: int, dilation: int, residues: Iterable[int]
         if (taps := by_residue.get(tap * dilation % stride)) is not None:
             taps.append(tap)
     return tuple(Phase(r, tuple(taps), tuple(k * dilation // stride for k in taps)) for r, taps in by_residue.items())
+
+
+def are_alike(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> bool:
+    """Whether there are several phases, all of which have equally many taps along each axis and read the same inputs.
+
+    With weights of zero for taps that some of them do not have, others would, too, but for an input that is infinite.
+    """
+    whole = all(k % s == 0 for k, s in zip(kernel, stride, strict=True))
+    return whole and max(dilation) == 1 and max(stride) > 1
 
 
 def residues_with_outputs(stride: int, pad_before: int, out_extent: int) -> list[int]:

@@ -84,6 +84,7 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
     from cuconvt.plan_correlate_rows import plan_correlate_rows
     from cuconvt.plan_correlate_turning import plan_correlate_turning
     from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
+    from cuconvt.plan_phases import plan_correlate_of_phases
 
     families = (
         plan_correlate_disjoint,
@@ -97,6 +98,8 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
     most = least_cost(proposals)
     of_wgmma = (plan_correlate_wgmma, plan_correlate_turning)
     proposals += (family(geometry, dtype, layout, precision, device, most=most) for family in of_wgmma)
+    most = least_cost(proposals)
+    proposals.append(plan_correlate_of_phases(geometry, dtype, layout, precision, device, most=most))
     return cheapest(geometry, dtype, precision, proposals)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 
 from cuconvt.geometry import Geometry, Triple
+from cuconvt.phases import are_alike
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
@@ -173,22 +174,11 @@ def _works(
     reason = _refuse_taps(geometry)
     if not reason:
         works[False] = _Work(geometry, dtype, precision, layout, device.compute_capability)
-    if _phases_are_alike(geometry):
+    if are_alike(geometry.kernel, geometry.stride, geometry.dilation):
         gemm = _with_phases_as_channels(geometry)
         if not _refuse_taps(gemm):
             works[True] = _Work(gemm, dtype, precision, layout, device.compute_capability, geometry)
     return works, None if works else reason
-
-
-def _phases_are_alike(geometry: Geometry) -> bool:
-    """Whether all phases along each axis have equally many taps, and there are several phases.
-
-    All of them then read the same positions of x. (With weights of zero for taps that some do not have, others could,
-    too, but for an x that is infinite.)
-    """
-    g = geometry
-    whole = all(k % s == 0 for k, s in zip(g.kernel, g.stride, strict=True))
-    return whole and g.dilation == (1, 1, 1) and g.stride != (1, 1, 1)
 
 
 def _with_phases_as_channels(geometry: Geometry) -> Geometry:

@@ -88,6 +88,7 @@ def make_weight_gradient_plan(
     ValueError
         If no kernel can launch the problem.
     """
+    from cuconvt.plan_phases import plan_weight_gradient_of_phases
     from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
     from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
     from cuconvt.plan_weight_gradient_narrow import plan_weight_gradient_narrow
@@ -96,6 +97,7 @@ def make_weight_gradient_plan(
 
     families = (
         plan_weight_gradient_tma,
+        plan_weight_gradient_of_phases,
         plan_weight_gradient_gemm,
         plan_weight_gradient_narrow,
         plan_weight_gradient_few_channels,

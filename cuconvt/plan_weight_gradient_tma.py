@@ -184,6 +184,7 @@ class Shape:
     y_turned: bool
     fold: int = 1  # taps along W that are channels of y
     parts: int = 0  # of a number of float32, as the tensor cores take it: of x, one or two are prepared
+    phases: int = 1  # of y that are channels, of each channel as many
 
     @property
     def itemsize(self) -> int:
@@ -208,6 +209,7 @@ class Shape:
             sides.turn_y is not None,
             sides.fold,
             sides.parts,
+            sides.phases,
         )
 
 
@@ -221,6 +223,7 @@ class Sides(NamedTuple):
     turn_y: Ints | None
     fold: int = 1  # taps along W that are channels of y
     parts: int = 0  # of float32
+    phases: int = 1  # of y that are channels already
 
     @classmethod
     def of(cls, geometry: Geometry, layout: Layout, parts: int = 0) -> Sides:
@@ -305,15 +308,13 @@ def plan_weight_gradient_tma(
     Where the workspace of all images would be larger than it may be, they are taken in several launches.
     """
     geometry, layout = without_taps(geometry, layout)
-    if reason := _refuse(geometry, dtype, precision, device):
-        return Refusal(NAME, reason)
-    whole = plan = _plan_images(geometry, dtype, layout, precision, device, tile, are_all=True)
+    whole = plan = plan_images(geometry, dtype, layout, precision, device, tile)
     for launches in range(2, min(geometry.n, MAX_LAUNCHES) + 1):
         if not isinstance(plan, NoRoom):
             break
         if geometry.n % launches == 0:
             images = dataclasses.replace(geometry, n=geometry.n // launches)
-            plan = _plan_images(images, dtype, layout, precision, device, tile, are_all=False)
+            plan = plan_images(images, dtype, layout, precision, device, tile, are_all=False)
             if isinstance(plan, Plan):
                 return _in_launches(plan, launches, images, layout, ITEMSIZES[dtype])
     return whole
@@ -331,18 +332,25 @@ def _in_launches(plan: Plan, launches: int, images: Geometry, layout: Layout, it
     )
 
 
-def _plan_images(
+def plan_images(
     geometry: Geometry,
     dtype: str,
     layout: Layout,
     precision: str | None,
     device: Device,
-    tile: Tile | None,
-    are_all: bool,
+    tile: Tile | None = None,
+    are_all: bool = True,
+    phases: int = 1,
 ) -> Plan | Refusal:
-    """Propose a plan for images that are taken at once: all, or some, whose sums the next ones are added to."""
+    """Propose a plan for images that are taken at once: all, or some, whose sums the next ones are added to.
+
+    So many `phases` of y are channels of each channel.
+    """
+    if reason := _refuse(geometry, dtype, precision, device):
+        return Refusal(NAME, reason)
     geometry, layout = _batch_as_depth(geometry, layout)
     sides = Sides.of(geometry, layout, PARTS[precision or "tf32x3"] if dtype == "float32" else 0)
+    sides = sides._replace(phases=phases)
     g, itemsize = sides.geometry, sides.itemsize
     if g.n * prod(g.x_extent) == 0:
         return Refusal(NAME, "nothing to copy")
@@ -703,7 +711,7 @@ class Work(WorkOnBoxes[Tile]):
 
     def has_one_tap(self, tile: Tile) -> bool:
         """Whether neighbours in the memory of the result are neighbours in a tile, as the kernel decides."""
-        return prod(self.shape.kernel) * tile.fold == 1
+        return prod(self.shape.kernel) * tile.fold * self.shape.phases == 1
 
     def stored_bytes(self, tile: Tile) -> int:
         """Return the shared memory from which a block writes the weights of its tile, which have one tap."""

@@ -63,11 +63,10 @@ static_assert(SETS_W == 1 || taps_of<AxisW, KERNEL_W>(0) == taps_of<AxisW, KERNE
 constexpr int CLASS_STEPS = K_STEPS / CLASSES;  // k steps of a class
 constexpr int PIECES = 2 * CLASS_STEPS;  // of channels
 constexpr int CHUNK = PIECES * PIECE;
-constexpr int PACKED_PIECES = JOINED > 1 || FOLD > 1 ? 1 : packed_pieces(PIECES);  // that a thread packs
+constexpr int PACKED_PIECES = JOINED > 1 || FOLD > 1 || PHASES > 1 ? 1 : packed_pieces(PIECES);  // that a thread packs
 
 constexpr int ROW_BYTES = PIECES * 16;  // of a position, with BOXED
 static_assert(!BOXED || (X_CHANNELS_LAST && !MERGE_W && PARTS == 1), "boxes of channels-last x, multiplied as they come");
-static_assert(BOXED || !X_TURNED, "what is turned is read in boxes");
 static_assert(!BOXED || ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "rows of a swizzle");
 // From a position to the next one, in pieces.
 constexpr int NEXT_ROW = BOXED ? PIECES : 1;
@@ -535,6 +534,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x)
             bring_boxes(ring, stages + team * X_STAGES * PLANES * s.plane, x, p, s, locate(index, p), chunks);
 #else
+        if (X_TURNED) wait_for_kernel_before();
         int team = 0;
         const int count = s.d * s.h * s.w;  // of copied positions, at most: rounding or splitting others again is harmless
         UnderWay under_way = {0, 0};
@@ -676,7 +676,8 @@ __device__ __forceinline__ void pack_weights(const Stored* weight, Piece* packed
     const int co = tile_c * TILE_C + channel, first = (int)chunk * CHUNK + piece * PIECE;
     const int there = exists && co < p.c_out ? (int)p.c_in - first : 0;
     weight += p.weight_first + (group * JOINED + joined) * p.weight_group_stride + (co - joined * WIDTH) * p.weight_stride[1] +
-              tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
+              tap_d * PHASES_D * p.weight_stride[2] + tap_h * PHASES_H * p.weight_stride[3] +
+              tap_w * PHASES_W * p.weight_stride[4];
     Channels channels[PACKED_PIECES];
 #if FOLD > 1
 #pragma unroll
@@ -684,6 +685,15 @@ __device__ __forceinline__ void pack_weights(const Stored* weight, Piece* packed
         const int folded = (first + i) / ((int)p.c_in / FOLD), c = first + i - folded * ((int)p.c_in / FOLD);
         zero(channels[0].value[i]);
         if (i < there) channels[0].value[i] = weight[c * p.weight_stride[0] + folded * p.weight_stride[4]];
+    }
+#elif PHASES_D * PHASES_H * PHASES_W > 1
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) {
+        const PhaseChannel of(first - joined * (CHUNK / JOINED) + i);
+        zero(channels[0].value[i]);
+        if (i < there)
+            channels[0].value[i] = weight[of.channel * p.weight_stride[0] + of.d * p.weight_stride[2] +
+                                          of.h * p.weight_stride[3] + of.w * p.weight_stride[4]];
     }
 #else
     load_channels(channels, weight + (first - joined * (CHUNK / JOINED)) * p.weight_stride[0], p.weight_stride[0], there);
@@ -719,6 +729,9 @@ extern "C" __global__ void correlate_wgmma_pack_and_turn(const Stored* weight, P
                                                          const PackAndTurn p) {
     let_next_kernel_start();
     const unsigned turning = (unsigned)p.of_x.blocks;
-    if (blockIdx.x < turning) return turn(x, turned_x, p.of_x, blockIdx.x);
+    if (blockIdx.x < turning) {
+        if (PHASES > 1) return turn_phases(x, turned_x, p.of_x, blockIdx.x);
+        return turn(x, turned_x, p.of_x, blockIdx.x);
+    }
     pack_weights(weight, packed, p.problem, blockIdx.x - turning);
 }

@@ -2,7 +2,7 @@
 // thread turns a piece's channels: of as many positions of a row in registers, or of a single position.
 #pragma once
 
-#include "pieces.cuh"
+#include "phase_channels.cuh"
 
 // An array, and what is read of it.
 struct Turn {
@@ -10,6 +10,7 @@ struct Turn {
     long long first;                              // element
     long long wide;                               // whether pieces along W are aligned
     long long groups, box[3], boxes[3];           // where it is prepared, along D, H, W
+                                                  // (where phases are channels, what the array has and the padding)
     long long blocks;                             // of the launch, 0 where it is read as it is
 };
 constexpr int TURN_THREADS = 256;
@@ -24,6 +25,37 @@ __device__ __forceinline__ Piece take_position(const Piece (&rows)[PIECE], int p
 #else
     return take_halves(words, position % 2);
 #endif
+}
+
+// Where phases are channels: a thread gathers a piece of a position, of which each channel is an element of another phase, with
+// zeros for what is padding. The channels and extents of `t` are those of the copy.
+__device__ __forceinline__ void turn_phases(const Stored* from, Stored* to, const Turn& t, unsigned block) {
+    const unsigned pieces = (unsigned)((t.channels + PIECE - 1) / PIECE), index = block * (unsigned)TURN_THREADS + threadIdx.x;
+    const int piece = (int)(index % pieces) * PIECE;
+    unsigned rest = index / pieces;
+    const int w = (int)(rest % (unsigned)t.extent[2]) * PHASES_W - (int)t.boxes[2];
+    rest /= (unsigned)t.extent[2];
+    const int h = (int)(rest % (unsigned)t.extent[1]) * PHASES_H - (int)t.boxes[1];
+    rest /= (unsigned)t.extent[1];
+    const int d = (int)(rest % (unsigned)t.extent[0]) * PHASES_D - (int)t.boxes[0];
+    rest /= (unsigned)t.extent[0];
+    if (rest >= (unsigned)t.n) return;
+    from += rest * t.stride[0];
+    unsigned bits[PIECE];
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) {
+        const PhaseChannel of(piece + i);
+        const bool is_there = piece + i < t.channels && within(d + of.d, t.box[0]) && within(h + of.h, t.box[1]) &&
+                              within(w + of.w, t.box[2]);
+        const long long place = of.channel * t.stride[1] + (d + of.d) * t.stride[2] + (h + of.h) * t.stride[3] +
+                                (w + of.w) * t.stride[4];
+        const unsigned element = bits_of(from[is_there ? place : 0]);  // without a branch
+        bits[i] = is_there ? element : 0;
+    }
+    Piece words;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words.value[i] = PIECE == 4 ? bits[i] : bits[2 * i % PIECE] | bits[(2 * i + 1) % PIECE] << 16;
+    reinterpret_cast<Piece*>(to)[index] = words;
 }
 
 __device__ __forceinline__ void turn(const Stored* from, Stored* to, const Turn& t, unsigned block) {

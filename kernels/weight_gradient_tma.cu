@@ -129,7 +129,7 @@ constexpr int SUMS = UNITS * SUMS_OF_UNIT;
 constexpr int VALUES = SUMS * WORKER_THREADS;  // of a block
 constexpr int MAX_STAGES = 8, ALIGNMENT = 1024;  // of what copies bring
 constexpr int ALL_TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
-constexpr bool WRITES_WEIGHTS = ONE_PART && ALL_TAPS * FOLD == 1;
+constexpr bool WRITES_WEIGHTS = ONE_PART && ALL_TAPS * FOLD * PHASES == 1;
 
 // ---- weights ---------------------------------------------------------------------------------------------------------
 
@@ -161,6 +161,11 @@ __device__ __forceinline__ long long place_of(Weight weight, const Ahead& ahead,
     if (FOLD > 1) {
         const int channels = (int)p.c_out / FOLD;
         weight.w = weight.co / channels, weight.co %= channels;
+    }
+    if (PHASES > 1) {
+        const PhaseChannel of(weight.co);
+        weight.co = of.channel;
+        weight.d = weight.d * PHASES_D + of.d, weight.h = weight.h * PHASES_H + of.h, weight.w = weight.w * PHASES_W + of.w;
     }
     return weight.offset(p);
 }
@@ -736,7 +741,7 @@ __device__ __forceinline__ void add_in_order(const Kept* parts, Stored* out, con
     // Channels of y and taps may follow each other in memory, and then a run of weights is stored at once: all patches have such
     // runs, or none.
     constexpr int VECTOR = 16 / (int)sizeof(Stored);
-    const bool follow = FOLD == 1 && (KERNEL_W == 1 || p.weight_stride[4] == 1) &&
+    const bool follow = FOLD * PHASES == 1 && (KERNEL_W == 1 || p.weight_stride[4] == 1) &&
                         (KERNEL_H == 1 || p.weight_stride[3] == KERNEL_W) &&
                         (KERNEL_D == 1 || p.weight_stride[2] == KERNEL_H * KERNEL_W) && p.weight_stride[1] == ALL_TAPS;
     const auto fits = [&](int count) {
@@ -875,7 +880,10 @@ extern "C" __global__ void __launch_bounds__(TURN_THREADS)
     weight_gradient_tma_turn(const Stored* x, const Stored* y, Stored* turned_x, Stored* turned_y, const Turns turns) {
     let_next_kernel_start();
     const unsigned of_x = (unsigned)turns.of[0].blocks;
-    if (blockIdx.x >= of_x) return turn(y, turned_y, turns.of[1], blockIdx.x - of_x);
+    if (blockIdx.x >= of_x) {
+        if (PHASES > 1) return turn_phases(y, turned_y, turns.of[1], blockIdx.x - of_x);
+        return turn(y, turned_y, turns.of[1], blockIdx.x - of_x);
+    }
 #if DTYPE == FLOAT32
     prepare(x, turned_x, turns.of[0], blockIdx.x);
 #else

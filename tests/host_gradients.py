@@ -68,7 +68,8 @@ class HostGradients:
             arrays = [Argument.array("weight", INPUT, weight), Argument.array("packed", OUTPUT, packed)]
             entry, numbers = "_pack", Argument("problem", VALUE, struct_of(plan.problem + plan.turns).tobytes())
             if plan.turn_blocks:
-                entry, copy = "_pack_and_turn", _copied(plan.maps[0])
+                copy = _copied(plan.maps[0]) if plan.maps else _copied_pieces(plan)
+                entry = "_pack_and_turn"
                 arrays += [read, Argument.array("turned", OUTPUT, copy)]
             self._launch(plan, plan.kernel + entry, plan.turn_blocks + grid, PACK_BLOCK, 0, arrays, (), numbers)
             weight, role = packed, OF_KERNEL_BEFORE
@@ -157,6 +158,12 @@ class HostGradients:
 def _copied(of_one: TensorMap) -> Any:
     """Return memory for the copy of an array that is made channels-last, as a map reads it."""
     return np.zeros(max(e * s for e, s in zip(of_one.extents[1:], of_one.strides, strict=True)) // 2, np.uint16)
+
+
+def _copied_pieces(plan: Plan) -> Any:
+    """Return the same where no map says: four channels of float32 are a piece."""
+    n, channels, *extents = plan.turns[:5]
+    return np.zeros(n * prod(extents) * -(-channels // 4) * 4, np.float32)
 
 
 def written_slots(plan: Plan, parts: Argument) -> Argument:

@@ -277,6 +277,42 @@ def test_rows_turned_before(cupy: Any, by_turning: None, name: str, dtype: str, 
         check(operation, TURNED[name], dtype, cupy, precision)
 
 
+# Phases of y that are channels of a copy of it.
+ALIKE = {
+    "spectrum": case((2, 70, 90), 1, 64, 16),
+    "speech": case((3, 48, 515), 2, 16, 8, padding=4, output_padding=3),
+    "patches": case((3, 33, 7, 9), 3, (4, 16), (4, 16), weight_layout="strided"),
+    "image": case((3, 64, 19, 33), 3, 4, 2, padding=1, out_layout="cropped"),
+    "odd_steps": case((2, 24, 11, 20), 5, (6, 9), (2, 3), padding=((1, 0), (2, 4)), output_padding=(1, 2)),
+    "volume": case((2, 32, 9, 11, 17), 4, 4, 2, padding=1),
+    "grouped": case((2, 48, 5, 9, 12), 24, (2, 4, 2), (1, 4, 2), groups=3, out_layout="misaligned"),
+    "large_steps": case((4, 21, 9, 8), 3, 32, 16, x_layout="channels_last", out_layout="channels_last"),
+}
+
+
+@pytest.fixture
+def by_phases() -> Iterator[None]:
+    """Copy y with its phases as channels, whatever the estimates say."""
+    from cuconvt import cuda_gradients, warm
+    from cuconvt.plan_phases import plan_correlate_of_phases, plan_weight_gradient_of_phases
+
+    memos = cuda_gradients._prepare_correlate, cuda_gradients._prepare_weight_gradient, warm._slot
+    with (
+        planned_by(plan_correlate_of_phases, cuda_gradients, "make_correlate_plan", *memos),
+        planned_by(plan_weight_gradient_of_phases, cuda_gradients, "make_weight_gradient_plan", *memos),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]
+)
+@pytest.mark.parametrize("name", ALIKE)
+def test_phases_as_channels(cupy: Any, by_phases: None, name: str, dtype: str, precision: str | None) -> None:
+    for operation in ("input", "weight"):
+        check(operation, ALIKE[name], dtype, cupy, precision, calls=2)
+
+
 # Channels-last y that bulk tensor copies bring, in rows of 32 to 128 bytes.
 LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
 BOXED = {

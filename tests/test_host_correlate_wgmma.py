@@ -416,8 +416,8 @@ FAULTS = {
     ),
     "boxes over the slots": ("? round_up(BARRIER_BYTES + RING", "? round_up(BARRIER_BYTES + 0 * RING", None, BOXED),
     "no wait for the kernel that turns": (
-        "if (X_TURNED) wait_for_kernel_before();",
-        "",
+        "if (X_TURNED) wait_for_kernel_before();\nRing",
+        "Ring",
         KERNEL_BEFORE,
         TURNED,
     ),
