@@ -513,19 +513,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (warp >= 4 * WORKERS) {
         give_registers<STAGER_REGISTERS>();
         const int thread = threadIdx.x - WORKER_THREADS - 32;
-        if (thread < 0) {
-            if (lane) return;
-            wait_for_kernel_before();  // it packs the weights, while x is staged
+        if (thread < 0 && lane) return;
+        if (thread < 0 || (X_TURNED && !BOXED)) wait_for_kernel_before();  // it packs the weights, while x is staged
+        const auto bring_weights_of = [&](const Block& b) {
             const int slots_of_box = KERNEL_D * KERNEL_H * SETS_W * SLOTS_A_ROW * chunks;
+            const Piece* from = packed + (b.group * p.tiles[3] + b.tile_c) * slots_of_box * (long long)SLOT;
+            bring_weights<SLOT * sizeof(Piece)>(weight_ring, slots, from, slots_of_box);
+        };
+#if BOXED
+        if (thread < 0) {
             for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
-                const Block b = locate(index, p);
-                const Piece* from = packed + (b.group * p.tiles[3] + b.tile_c) * slots_of_box * (long long)SLOT;
-                bring_weights<SLOT * sizeof(Piece)>(weight_ring, slots, from, slots_of_box);
+                bring_weights_of(locate(index, p));
                 if (RESIDENT) return;
             }
             return;
         }
-#if BOXED
         // A team's boxes are brought by one thread, of a warp of its own, which waits for no other team.
         const int team = thread / 32;
         if (lane || team >= TEAMS) return;
@@ -534,12 +536,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x)
             bring_boxes(ring, stages + team * X_STAGES * PLANES * s.plane, x, p, s, locate(index, p), chunks);
 #else
-        if (X_TURNED) wait_for_kernel_before();
         int team = 0;
         const int count = s.d * s.h * s.w;  // of copied positions, at most: rounding or splitting others again is harmless
         UnderWay under_way = {0, 0};
         for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
             const Block b = locate(index, p);
+            if (thread < 0) {  // in a loop of its own it would make the compiler spill
+                bring_weights_of(b);
+                if (RESIDENT) return;
+                continue;
+            }
             Ring ring = x_ring.of_team(team);
             warps_sync(1, STAGERS);  // nobody reads the items of the box before
             find_items(items, p, s, b, thread);

@@ -323,8 +323,8 @@ TOO_EARLY = "before the wait that covers the copy"
 FAULTS = {
     "no wait for x": ("            x_ring.wait_until_full();\n", "", UNWRITTEN + "|" + IN_USE, PASSING),
     "no wait for the kernel that packs": (
-        "            wait_for_kernel_before();  // it packs",
-        "            // it packs",
+        "if (thread < 0 || (X_TURNED && !BOXED)) wait_for_kernel_before();  // it packs",
+        "// it packs",
         KERNEL_BEFORE,
         PASSING,
     ),
