@@ -20,13 +20,13 @@ from cuconvt.tensor_map import ITEMSIZES, reads
 
 NAME = "correlate_wgmma of turned y"
 FEWEST_CHANNELS = 16  # of y: fewer are padded to whole pieces, and kernels for few channels are faster
-# Up to so many bytes of turned y, by those of an element, stay in an H200's L2: a third of it in float32, less in 16
+# Up to so many bytes of turned y, by those of an element, stay in an H200's L2: half of it in float32, less in 16
 # bits, whose rows are turned faster where they are read.
-SMALL = {2: 10 * 2**20, 4: 16 * 2**20}
+SMALL = {2: 10 * 2**20, 4: 24 * 2**20}
 FREE_BYTES = 2**20  # of small y, that are turned in the time that weights are packed
 # Read and written in a clock of a multiprocessor. Of small y more than memory's, since blocks of a small problem wait
 # longer than estimates say; of other y, which is turned where nothing else is nearly as fast.
-TURNED_BYTES_A_CLOCK, MEMORY_BYTES_A_CLOCK, COMPARED_OF_LARGE = 50, 15, 2
+TURNED_BYTES_A_CLOCK, MEMORY_BYTES_A_CLOCK, COMPARED_OF_LARGE = 40, 15, 2
 
 
 def plan_correlate_turning(
