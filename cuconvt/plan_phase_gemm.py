@@ -59,7 +59,8 @@ TYPICAL_EXTENT = {1: 4096, 2: 256, 3: 64}  # of an axis, by rank
 SHORTEST = {1: 256, 2: 32, 3: 16}  # and the least that many phases leave of it
 STEP_CLOCKS = 150  # a barrier and the first loads after it
 THREE_PRODUCTS = 1.2  # how much longer 3xTF32 takes than the rest of the estimate says
-AS_CHANNELS = 1.05  # and phases that are channels
+AS_CHANNELS = 1.05  # and phases that are channels;
+WIDE_VOLUMES = 1.1  # of channels-last volumes at least so, in boxes of more than eight positions along W
 SECTOR = 32  # bytes
 STORED_IN_PARTS = 1.3  # how much longer few channels take, channels-last: they fill no sector
 
@@ -373,7 +374,9 @@ class _Work:
             1 + box / (2 * self.typical_extent(axis)) for axis, box in enumerate(tile.box) if axis >= 3 - g.rank
         )
         slower = THREE_PRODUCTS if self.products == 3 else 1
-        slower *= AS_CHANNELS if tile.phases_as_channels else 1
+        if tile.phases_as_channels:
+            slower *= AS_CHANNELS
+            slower *= WIDE_VOLUMES if self.channels_last and g.rank == 3 and tile.warps[2] > 1 else 1
         if self.out_channels_last and self.stores_in_parts(tile):
             slower *= STORED_IN_PARTS
         return slower * tiles_c * empty * (steps * step + phases * stores) / prod(tile.box)
