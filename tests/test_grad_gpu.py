@@ -280,7 +280,7 @@ def test_rows_turned_before(cupy: Any, by_turning: None, name: str, dtype: str, 
 # Phases of y that are channels of a copy of it.
 ALIKE = {
     "spectrum": case((2, 70, 90), 1, 64, 16),
-    "speech": case((3, 48, 515), 2, 16, 8, padding=4, output_padding=3),
+    "speech": case((3, 48, 515), 2, 16, 8, padding=4, output_padding=3, has_bias=True),
     "patches": case((3, 33, 7, 9), 3, (4, 16), (4, 16), weight_layout="strided"),
     "image": case((3, 64, 19, 33), 3, 4, 2, padding=1, out_layout="cropped"),
     "odd_steps": case((2, 24, 11, 20), 5, (6, 9), (2, 3), padding=((1, 0), (2, 4)), output_padding=(1, 2)),
@@ -309,7 +309,7 @@ def by_phases() -> Iterator[None]:
 )
 @pytest.mark.parametrize("name", ALIKE)
 def test_phases_as_channels(cupy: Any, by_phases: None, name: str, dtype: str, precision: str | None) -> None:
-    for operation in ("input", "weight"):
+    for operation in ("input", "conv", "weight"):
         check(operation, ALIKE[name], dtype, cupy, precision, calls=2)
 
 

@@ -31,7 +31,7 @@ on_the_host = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 ALIKE = {
     "spectrum": case((2, 9, 12), 1, 24, 8),
-    "speech": case((2, 11, 37), 2, 8, 4, padding=3, output_padding=2),
+    "speech": case((2, 11, 37), 2, 8, 4, padding=3, output_padding=2, has_bias=True),
     "patches": case((2, 17, 3, 5), 3, (4, 8), (4, 8), x_layout="channels_last", out_layout="channels_last"),
     "odd_steps": case((1, 6, 4, 7), 5, (6, 9), (2, 3), padding=((1, 0), (2, 4)), output_padding=(1, 2)),
     "volume": case((2, 8, 3, 4, 5), 3, 4, 2, padding=1, out_layout="cropped"),
@@ -39,6 +39,7 @@ ALIKE = {
 }
 KERNELS = {
     "input": ("correlate_wgmma", plan_correlate_of_phases),
+    "conv": ("correlate_wgmma", plan_correlate_of_phases),
     "weight": ("weight_gradient_tma", plan_weight_gradient_of_phases),
 }
 
@@ -121,7 +122,9 @@ def test_the_problem_without_a_stride() -> None:
 Planner = Callable[..., Plan | Refusal]
 
 
-@pytest.mark.parametrize(("planned", "name"), [(KERNELS["input"][1], NAMES[0]), (KERNELS["weight"][1], NAMES[1])])
+@pytest.mark.parametrize(
+    ("planned", "name"), [(plan_correlate_of_phases, NAMES[0]), (plan_weight_gradient_of_phases, NAMES[1])]
+)
 def test_refusals_say_why(planned: Planner, name: str) -> None:
     def reason(problem: Problem, dtype: str = "float32", precision: str | None = None, arch: int = 90) -> str:
         geometry = geometry_of(problem)
@@ -158,7 +161,7 @@ def test_what_is_planned(problem: Problem, is_chosen: bool, dtype: str, last: bo
         assert ("PHASES_W" in dict(plan.defines)) == is_chosen
 
 
-@pytest.mark.parametrize("planned", [planned for _, planned in KERNELS.values()])
+@pytest.mark.parametrize("planned", [plan_correlate_of_phases, plan_weight_gradient_of_phases])
 def test_the_copy_is_behind_all_else(planned: Planner) -> None:
     geometry = geometry_of(case((4, 48, 515), 2, 16, 8))
     plan = planned(geometry, "float32", layout_of(geometry), "tf32", DEVICES[90])
