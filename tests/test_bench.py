@@ -187,9 +187,11 @@ def test_names_and_parameters_parse() -> None:
     assert parse_case("1x2x3:4:k5") == Case("1x2x3:4:k5", (1, 2, 3), 4, (5,), (1,), (0,), (0,), 1, (1,))
 
 
-def test_the_list_of_layers_is_of_cases() -> None:
-    texts = (ROOT / "benchmarks" / "layers.txt").read_text().split()
-    assert len(unique([parse_case(text) for text in texts])) == len(texts) > 30
+def test_the_lists_of_layers_are_of_cases() -> None:
+    texts = [
+        text for name in ("layers", "more_layers") for text in (ROOT / f"benchmarks/{name}.txt").read_text().split()
+    ]
+    assert len(unique([parse_case(text) for text in texts])) == len(texts) > 80
 
 
 @pytest.mark.parametrize(
