@@ -15,7 +15,7 @@ from host_correlate_wgmma import SHARED_BYTES
 from host_gradients import TENSOR_CORES, gradients_on_host
 from strategies import Problem, case
 from test_grad import arrays_of, input_gradient
-from test_host_faults import VALUES, plant
+from test_host_faults import KERNEL_BEFORE, VALUES, plant
 
 from cuconvt.plan import Device, Plan, Refusal
 from cuconvt.plan_correlate import make_correlate_plan
@@ -99,6 +99,14 @@ FAULTS = {
         "weight.w * PHASES_W + of.w",
         "weight.w + of.w",
         "which thread .* wrote",
+    ),
+    "no wait for the kernel that copies": (
+        "input",
+        ("float32", "tf32x3"),
+        "correlate_wgmma.cu",
+        "(X_TURNED && !BOXED)",
+        "false",
+        KERNEL_BEFORE,
     ),
 }
 

@@ -127,7 +127,8 @@ struct Array {
 };
 
 std::vector<Array> arrays;
-bool waited_for_kernel_before;
+// Each thread that reads what that kernel writes waits itself: a barrier behind another's wait would do, but none relies on it.
+bool waited_for_kernel_before[MAX_THREADS];
 
 void access_array(Array& array, size_t offset, size_t size, bool write) {
     const char* name = array.argument.name;
@@ -136,7 +137,7 @@ void access_array(Array& array, size_t offset, size_t size, bool write) {
              (size_t)array.argument.size);
     }
     if (write && !is_written(array.argument.role)) fail("writes byte %zu of %s, an input", offset, name);
-    if (array.argument.role == OF_KERNEL_BEFORE && !waited_for_kernel_before) {
+    if (array.argument.role == OF_KERNEL_BEFORE && !waited_for_kernel_before[current]) {
         fail("reads byte %zu of %s before the wait for the kernel that writes it", offset, name);
     }
     uint32_t four;
@@ -238,11 +239,11 @@ void begin_block(unsigned threads, size_t size, int pattern) {
     for (unsigned i = 0; i < threads; ++i) {
         copies[i].issued.clear();
         copies[i].groups.clear();
+        waited_for_kernel_before[i] = false;
     }
-    waited_for_kernel_before = false;
 }
 
-void wait_for_kernel_before() { waited_for_kernel_before = true; }
+void wait_for_kernel_before() { waited_for_kernel_before[current] = true; }
 
 bool check(uintptr_t address, size_t size, bool write) {
     if (address - stacks < MAX_THREADS * (GUARD + STACK)) return false;
