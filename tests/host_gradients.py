@@ -23,7 +23,7 @@ from cuconvt import cpu
 from cuconvt import plan_correlate_narrow as narrow
 from cuconvt import plan_weight_gradient_tma as tma
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
+from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, problem_struct, struct_of
 from cuconvt.plan_turn import TURN_THREADS
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_THREADS, sum_blocks
@@ -161,9 +161,10 @@ def _copied(of_one: TensorMap) -> Any:
 
 
 def _copied_pieces(plan: Plan) -> Any:
-    """Return the same where no map says: four channels of float32 are a piece."""
+    """Return the same where no map says: pieces of 16 bytes."""
     n, channels, *extents = plan.turns[:5]
-    return np.zeros(n * prod(extents) * -(-channels // 4) * 4, np.float32)
+    piece = 4 if dict(plan.defines)["DTYPE"] == DTYPE_CODES["float32"] else 8
+    return np.zeros((n * prod(extents) * -(-channels // piece), 8), np.uint16)
 
 
 def written_slots(plan: Plan, parts: Argument) -> Argument:

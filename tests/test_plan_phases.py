@@ -36,6 +36,7 @@ ALIKE = {
     "odd_steps": case((1, 6, 4, 7), 5, (6, 9), (2, 3), padding=((1, 0), (2, 4)), output_padding=(1, 2)),
     "volume": case((2, 8, 3, 4, 5), 3, 4, 2, padding=1, out_layout="cropped"),
     "grouped": case((2, 32, 3, 5), 16, (4, 4), (1, 4), groups=2, weight_layout="strided"),
+    "few_of_a_group": case((2, 16, 4, 9), 6, (2, 4), (2, 4), groups=2, out_layout="negative"),  # which no box brings
 }
 KERNELS = {
     "input": ("correlate_wgmma", plan_correlate_of_phases),
