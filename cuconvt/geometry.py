@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,12 @@ import numpy as np
 Ints = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]
 Triple = tuple[int, int, int]
+
+
+def triple(numbers: Iterable[int]) -> Triple:
+    """Return one number for each axis."""
+    d, h, w = numbers
+    return d, h, w
 
 
 @dataclass(frozen=True)

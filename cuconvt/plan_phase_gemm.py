@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
-from cuconvt.geometry import Geometry, Triple
+from cuconvt.geometry import Geometry, triple
 from cuconvt.phases import are_alike
 from cuconvt.plan import (
     DTYPE_CODES,
@@ -58,9 +58,9 @@ INSTRUCTIONS_A_COPY = 15
 TYPICAL_EXTENT = {1: 4096, 2: 256, 3: 64}  # of an axis, by rank
 SHORTEST = {1: 256, 2: 32, 3: 16}  # and the least that many phases leave of it
 STEP_CLOCKS = 150  # a barrier and the first loads after it
-THREE_PRODUCTS = 1.2  # how much longer 3xTF32 takes than the rest of the estimate says
-AS_CHANNELS = 1.05  # and phases that are channels;
-WIDE_VOLUMES = 1.1  # of channels-last volumes at least so, in boxes of more than eight positions along W
+THREE_PRODUCTS = 1.2  # how much longer 3xTF32 takes than the rest of the estimate says,
+AS_CHANNELS = 1.05  # phases that are channels,
+WIDE_VOLUMES = 1.1  # and of these channels-last volumes, at least, in boxes of more than eight positions along W
 SECTOR = 32  # bytes
 STORED_IN_PARTS = 1.3  # how much longer few channels take, channels-last: they fill no sector
 
@@ -185,17 +185,13 @@ def _works(
 def _with_phases_as_channels(geometry: Geometry) -> Geometry:
     """Return the correlation without a stride whose channels are all phases of all channels."""
     g = geometry
-
-    def an_axis(number: Callable[[int], int]) -> Triple:
-        return number(0), number(1), number(2)
-
     return replace(
         g,
         c_out=g.c_out * prod(g.stride),
-        kernel=an_axis(lambda axis: g.kernel[axis] // g.stride[axis]),
+        kernel=triple(k // s for k, s in zip(g.kernel, g.stride, strict=True)),
         stride=(1, 1, 1),
-        pad_before=an_axis(lambda axis: g.pad_before[axis] // g.stride[axis]),
-        out_extent=an_axis(lambda axis: positions(g, axis)),
+        pad_before=triple(p // s for p, s in zip(g.pad_before, g.stride, strict=True)),
+        out_extent=triple(positions(g, axis) for axis in range(3)),
     )
 
 
@@ -363,9 +359,8 @@ class _Work:
         chunks = -(-g.c_in_per_group // self.chunk(tile))
         stores = 2 * prod(tile.box) * g.stride[2] * tile.box_c * self.itemsize / L2_BYTES_A_CLOCK
         if not self.out_channels_last:
-            stores *= 1 + 48 / (
-                tile.box[2] * self.whole.stride[2] * self.itemsize
-            )  # short rows end in parts of sectors
+            row_bytes = tile.box[2] * self.whole.stride[2] * self.itemsize
+            stores *= 1 + 48 / row_bytes  # short rows end in parts of sectors
         phases = g.stride[0] * g.stride[1]
         steps = chunks * g.kernel[0] * g.stride[1]  # over all phases along D and H
         tiles_c = -(-g.c_out_per_group // tile.box_c)

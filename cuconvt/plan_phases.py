@@ -11,11 +11,10 @@ copies read. For strides that other kernels leave to the general ones, to copy y
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import inf, prod
 
-from cuconvt.geometry import Geometry, Triple
+from cuconvt.geometry import Geometry, triple
 from cuconvt.phases import are_alike
 from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, axis_macros
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
@@ -35,11 +34,7 @@ COMPARED, COMPARED_OF_LAST = 1.3, {2: 0.6, 4: 0.8}
 def with_phases_as_channels(geometry: Geometry) -> Geometry:
     """Return the gradients' problem without a stride, whose y has all phases as channels and no padding."""
     g = geometry
-
-    def an_axis(number: Callable[[int], int]) -> Triple:
-        return number(0), number(1), number(2)
-
-    kernel = an_axis(lambda axis: g.kernel[axis] // g.stride[axis])
+    kernel = triple(k // s for k, s in zip(g.kernel, g.stride, strict=True))
     none, ones = (0, 0, 0), (1, 1, 1)
     return replace(
         g,
@@ -49,7 +44,7 @@ def with_phases_as_channels(geometry: Geometry) -> Geometry:
         pad_before=none,
         pad_after=none,
         output_padding=none,
-        out_extent=an_axis(lambda axis: g.x_extent[axis] + kernel[axis] - 1),
+        out_extent=triple(x + k - 1 for x, k in zip(g.x_extent, kernel, strict=True)),
     )
 
 

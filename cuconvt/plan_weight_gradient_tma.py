@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp, gcd, inf, log, prod
 from typing import Any, NamedTuple
 
-from cuconvt.geometry import Geometry
+from cuconvt.geometry import Geometry, triple
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
@@ -274,10 +274,10 @@ def _reached(geometry: Geometry, y: Array) -> tuple[Geometry, Array, int]:
         return g, y, 0  # no element is read
     smaller = dataclasses.replace(
         g,
-        stride=_triple(a // b for a, b in zip(g.stride, steps, strict=True)),
-        dilation=_triple(d if k == 1 else d // b for d, b, k in zip(g.dilation, steps, g.kernel, strict=True)),
-        pad_before=_triple((p + f) // b for p, f, b in zip(g.pad_before, firsts, steps, strict=True)),
-        out_extent=_triple(extents),
+        stride=triple(a // b for a, b in zip(g.stride, steps, strict=True)),
+        dilation=triple(d if k == 1 else d // b for d, b, k in zip(g.dilation, steps, g.kernel, strict=True)),
+        pad_before=triple((p + f) // b for p, f, b in zip(g.pad_before, firsts, steps, strict=True)),
+        out_extent=triple(extents),
     )
     of_n, of_channels, *of_axes = y.strides
     strides = tuple(stride * step for stride, step in zip(of_axes, steps, strict=True))
@@ -919,11 +919,6 @@ def _norm(*clocks: float) -> float:
     """Return what bounds take together: little more than the largest one, unless they are alike."""
     norm: float = sum(one**NORM for one in clocks) ** (1 / NORM)
     return norm
-
-
-def _triple(numbers: Iterable[int]) -> tuple[int, int, int]:
-    d, h, w = numbers
-    return d, h, w
 
 
 def _ceil_div(count: int, share: int) -> int:
