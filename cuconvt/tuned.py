@@ -25,6 +25,7 @@ from cuconvt import (
     plan_phase_gemm,
     plan_phase_wgmma,
 )
+from cuconvt.choices import planners_digest
 from cuconvt.compile import _digest, _sources, cache_folder, replace_file
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal, best_of, show
@@ -131,13 +132,8 @@ def key_of(geometry: Geometry, dtype: str, layout: Layout, precision: str | None
 @functools.cache
 def sources_digest() -> str:
     """Return a digest of everything that gives a tile its meaning and its time: kernels, headers and planners."""
-    planners = ("plan", *(f"plan_{kernel}" for kernel in FAMILIES))
-    parts = [_sources(f"{kernel}.cu") for kernel in FAMILIES], [_text(f"{name}.py") for name in planners]
+    parts = [_sources(f"{kernel}.cu") for kernel in FAMILIES], planners_digest()
     return _digest(repr(parts).encode())
-
-
-def _text(name: str) -> str:
-    return Path(__file__).with_name(name).read_text()
 
 
 @functools.cache

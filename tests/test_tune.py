@@ -16,7 +16,7 @@ import pytest
 from described import DEVICES, geometry_of, layout_of
 from fixed_cases import FIXED
 
-from cuconvt import cpu, info, tune, tune_compile, tuned
+from cuconvt import choices, cpu, info, tune, tune_compile, tuned
 from cuconvt.__main__ import main
 from cuconvt.bench.cases import PRECISIONS, parse_case
 from cuconvt.bench.result import Times
@@ -186,15 +186,16 @@ def test_the_key_changes_with_everything_that_a_plan_depends_on(monkeypatch: pyt
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("changed", ["gather.cu", "common.cuh", "plan_gather.py"])
+@pytest.mark.parametrize("changed", ["gather.cu", "common.cuh", "plan_gather.py", "plan_rounds.py", "phases.py"])
 def test_a_new_version_of_a_kernel_or_planner_is_noticed(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sources_digest.__wrapped__()
     assert sources_digest.__wrapped__() == before
-    sources, text = tuned._sources, tuned._text
+    sources, text = tuned._sources, choices._text
     monkeypatch.setattr(
         tuned, "_sources", lambda source: {name: old + " " * (name == changed) for name, old in sources(source).items()}
     )
-    monkeypatch.setattr(tuned, "_text", lambda name: text(name) + " " * (name == changed))
+    monkeypatch.setattr(choices, "_text", lambda file: text(file) + b" " * (file.name == changed))
+    monkeypatch.setattr(tuned, "planners_digest", choices.planners_digest.__wrapped__)
     assert sources_digest.__wrapped__() != before
 
 
