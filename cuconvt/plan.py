@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuconvt.arrays import address
-from cuconvt.geometry import Geometry
+from cuconvt.geometry import Geometry, triple
 from cuconvt.tensor_map import TensorMap
 
 Ints = tuple[int, ...]
@@ -295,6 +295,22 @@ def with_taps_as_channels(geometry: Geometry) -> Geometry:
         stride=(*g.stride[:2], 1),
         pad_before=(*g.pad_before[:2], g.pad_before[2] // taps),
         out_extent=(*g.out_extent[:2], g.out_extent[2] // taps),
+    )
+
+
+def with_phases_as_channels(geometry: Geometry) -> Geometry:
+    """Return the problem without a stride whose result has all phases of all channels as channels.
+
+    All phases have equally many taps: `cuconvt.phases.are_alike`.
+    """
+    g = geometry
+    return replace(
+        g,
+        c_out=g.c_out * prod(g.stride),
+        kernel=triple(k // s for k, s in zip(g.kernel, g.stride, strict=True)),
+        stride=(1, 1, 1),
+        pad_before=triple(p // s for p, s in zip(g.pad_before, g.stride, strict=True)),
+        out_extent=triple(positions(g, axis) for axis in range(3)),
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Layout, Plan, Refusal
+from cuconvt.plan import Device, Ints, Layout, Plan, Refusal
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 from cuconvt.plan_turn import Array, channels_last, turn_of
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES
@@ -60,10 +60,14 @@ def turning(
     if not plan.maps:
         return Refusal(NAME, "bulk tensor copies would not bring y")
     turn, size = turn_of(Array(turned.extents, layout.out), 0, layout.out_aligned, itemsize), turned.bytes(itemsize)
+    return replace(with_copy_of_y(plan, turn, size), cost=_cost(plan.cost, size, itemsize))
+
+
+def with_copy_of_y(plan: Plan, turn: Ints, size: int) -> Plan:
+    """Return a plan that has a copy of y, of so many bytes, made before and reads that."""
     return replace(
         plan,
         defines=(*plan.defines, ("X_TURNED", 1)),
-        cost=_cost(plan.cost, size, itemsize),
         workspace_bytes=size,
         turned=(-1, 0),
         turns=turn,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, prod
 
-from cuconvt.geometry import Geometry, triple
+from cuconvt.geometry import Geometry
 from cuconvt.phases import are_alike
 from cuconvt.plan import (
     DTYPE_CODES,
@@ -25,6 +25,7 @@ from cuconvt.plan import (
     refuse_steps,
     refuse_tensor_cores,
     round_up,
+    with_phases_as_channels,
 )
 from cuconvt.plan_few_channels import FEW
 
@@ -176,23 +177,10 @@ def _works(
     if not reason:
         works[False] = _Work(geometry, dtype, precision, layout, device.compute_capability)
     if are_alike(geometry.kernel, geometry.stride, geometry.dilation):
-        gemm = _with_phases_as_channels(geometry)
+        gemm = with_phases_as_channels(geometry)
         if not _refuse_taps(gemm):
             works[True] = _Work(gemm, dtype, precision, layout, device.compute_capability, geometry)
     return works, None if works else reason
-
-
-def _with_phases_as_channels(geometry: Geometry) -> Geometry:
-    """Return the correlation without a stride whose channels are all phases of all channels."""
-    g = geometry
-    return replace(
-        g,
-        c_out=g.c_out * prod(g.stride),
-        kernel=triple(k // s for k, s in zip(g.kernel, g.stride, strict=True)),
-        stride=(1, 1, 1),
-        pad_before=triple(p // s for p, s in zip(g.pad_before, g.stride, strict=True)),
-        out_extent=triple(positions(g, axis) for axis in range(3)),
-    )
 
 
 def _refuse_taps(geometry: Geometry) -> str | None:

@@ -68,7 +68,7 @@ class HostGradients:
             arrays = [Argument.array("weight", INPUT, weight), Argument.array("packed", OUTPUT, packed)]
             entry, numbers = "_pack", Argument("problem", VALUE, struct_of(plan.problem + plan.turns).tobytes())
             if plan.turn_blocks:
-                copy = _copied(plan.maps[0]) if plan.maps else _copied_pieces(plan)
+                copy = _copied_pieces(plan)
                 entry = "_pack_and_turn"
                 arrays += [read, Argument.array("turned", OUTPUT, copy)]
             self._launch(plan, plan.kernel + entry, plan.turn_blocks + grid, PACK_BLOCK, 0, arrays, (), numbers)
@@ -161,7 +161,7 @@ def _copied(of_one: TensorMap) -> Any:
 
 
 def _copied_pieces(plan: Plan) -> Any:
-    """Return the same where no map says: pieces of 16 bytes."""
+    """Return the same for y of a correlation, by what is turned: pieces of 16 bytes."""
     n, channels, *extents = plan.turns[:5]
     piece = 4 if dict(plan.defines)["DTYPE"] == DTYPE_CODES["float32"] else 8
     return np.zeros((n * prod(extents) * -(-channels // piece), 8), np.uint16)

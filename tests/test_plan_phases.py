@@ -20,10 +20,11 @@ from test_host_faults import KERNEL_BEFORE, VALUES, plant
 from cuconvt.plan import Device, Plan, Refusal
 from cuconvt.plan_correlate import make_correlate_plan
 from cuconvt.plan_phases import (
-    NAMES,
+    OF_INPUT,
+    OF_WEIGHT,
+    Copied,
     plan_correlate_of_phases,
     plan_weight_gradient_of_phases,
-    with_phases_as_channels,
 )
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES, make_weight_gradient_plan
 
@@ -123,7 +124,10 @@ def test_fault_is_caught(name: str) -> None:
 
 
 def test_the_problem_without_a_stride() -> None:
-    g = with_phases_as_channels(geometry_of(ALIKE["odd_steps"]))
+    geometry = geometry_of(ALIKE["odd_steps"])
+    copied = Copied.of(geometry, "float32", layout_of(geometry))
+    assert isinstance(copied, Copied)
+    g = copied.geometry
     assert (g.c_out, g.kernel, g.stride, g.out_extent) == (30, (1, 3, 3), (1, 1, 1), (1, 6, 9))
     assert g.pad_before == g.pad_after == g.output_padding == (0, 0, 0)
 
@@ -132,7 +136,7 @@ Planner = Callable[..., Plan | Refusal]
 
 
 @pytest.mark.parametrize(
-    ("planned", "name"), [(plan_correlate_of_phases, NAMES[0]), (plan_weight_gradient_of_phases, NAMES[1])]
+    ("planned", "name"), [(plan_correlate_of_phases, OF_INPUT), (plan_weight_gradient_of_phases, OF_WEIGHT)]
 )
 def test_refusals_say_why(planned: Planner, name: str) -> None:
     def reason(problem: Problem, dtype: str = "float32", precision: str | None = None, arch: int = 90) -> str:
@@ -172,14 +176,14 @@ def test_what_is_planned(problem: Problem, is_chosen: bool, dtype: str, last: bo
 
 @pytest.mark.parametrize("planned", [plan_correlate_of_phases, plan_weight_gradient_of_phases])
 def test_the_copy_is_behind_all_else(planned: Planner) -> None:
-    geometry = geometry_of(case((4, 48, 515), 2, 16, 8))
+    geometry = geometry_of(case((4, 48, 515), 2, 16, 8, padding=3))
     plan = planned(geometry, "float32", layout_of(geometry), "tf32", DEVICES[90])
     assert isinstance(plan, Plan)
     size = 4 * geometry.n * 2 * prod(geometry.stride) * (515 + 1)
     assert plan.workspace_bytes - plan.turned[1] >= size
     assert plan.turned[1] % 16 == 0
     assert plan.turns[-1] * 256 * 4 >= size // 4 > (plan.turns[-1] - 1) * 256 * 4
-    assert np.count_nonzero(np.array(plan.turns[-7:-1])) > 0
+    assert plan.turns[-7:-1] == (*geometry.out_extent, *geometry.pad_before)
 
 
 @on_the_host
