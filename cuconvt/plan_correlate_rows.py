@@ -239,7 +239,7 @@ class Work(correlate_wgmma.Work):
 
     @of_tile
     def registers(self, tile: Tile) -> tuple[int, int] | None:
-        if self.columns(tile) // 2 + correlate_wgmma.BESIDE_SUMS > self.at_start(tile):
+        if self.columns(tile) // 2 + phase_wgmma.BESIDE_SUMS > self.at_start(tile):
             return None
         need = self.accumulators(tile) + self.other_registers(tile)
         shares = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]

@@ -34,10 +34,14 @@ from cuconvt.plan import (
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _x_vector
 from cuconvt.plan_phase_wgmma import (
+    ALL_REGISTERS,
+    BESIDE_SUMS,
+    FEWEST_TURNED,
     MAX_BLOCKS,
     MAX_COLUMNS,
     MAX_POSITIONS,
     POSITIONS,
+    REGISTERS_OF_BOXED,
     RESIDENT_BYTES,
     SECTOR,
     SHARED_BYTES_A_CLOCK,
@@ -47,7 +51,7 @@ from cuconvt.plan_phase_wgmma import (
 )
 from cuconvt.plan_search import cheapest_tile, of_tile, remembered, step_of_size
 from cuconvt.plan_turned import turned
-from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, TensorMap, reads, spans
+from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, TensorMap, spans
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor. What is under
 # way from memory is often the bound: stagers have what the workers of a tile do not need, and more than in
@@ -60,14 +64,8 @@ REGISTERS = {
     (1, 2, 2): ((112, 64),),
     (1, 1, 3): ((96, 64),),
 }
-# The same where bulk tensor copies bring x: a thread for each team and one for weights stage.
-REGISTERS_OF_BOXED = {(2, 1, 1): ((232, 40),), (1, 1, 2): ((216, 40),), (3, 1, 1): ((152, 40),)}
 FOLDED_BYTES = 128  # of a row: channels of all taps along W
 ROWS_OF_GROUPS = 64, 128  # bytes of a row: channels of all groups
-MAX_REACHED = 2**30  # positions that they count, with those of a box beyond the last
-SWIZZLED = 1024  # bytes after which a swizzle repeats
-ALL_REGISTERS = 65536  # of a multiprocessor
-BESIDE_SUMS = 28  # registers that a wgmma's sums leave, or ptxas refuses it: of those that a thread starts with
 MAX_CLASSES = (4, 4, 8)  # along D, H, W: bits of an item, of which boxes have none
 MAX_SLOT_BYTES = 24 * 1024  # of weights; a longer row of taps is divided by classes
 MAX_K_STEPS = 16  # of a stage: with more, registers spill
@@ -126,7 +124,6 @@ TURNS = 0.95  # of the estimated time without a stride, where workers take turns
 # The cost that is compared with other kernels': without a stride; with one, where it was faster than they wherever it
 # was measured; and with fewer channels of the result than were measured.
 BOXED_COMPARED, MEASURED_CHANNELS = (1.15, 0.6, 1.35), 32
-FEWEST_TURNED = 40  # channels of the result: with fewer, phase_wgmma merges taps and takes 0.4 to 0.8 times as long
 BATCH_CLOCKS = 1180  # in which a thread loads a batch and stores it
 ALONE = {1: 1.15, 3: 1.3}  # by products: times as long as by two workers
 OTHERS = 0.65  # the other kernels' estimates are as much more optimistic, beyond what the forward's are
@@ -145,7 +142,6 @@ class Tile(phase_wgmma.Tile):
 
     classes: int = 1  # along W that are staged at a time
     slot_classes: int = 1  # of these, how many have their weights in one slot
-    boxed: bool = False  # whether bulk tensor copies bring x
     fold: int = 1  # taps along W that are channels of x
     joined: int = 1  # groups that are staged as one
 
@@ -371,12 +367,12 @@ class Work(phase_wgmma.Work):
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
     extents = extents_of_rows = TYPICAL_EXTENTS
-    extents_of_wide = extents_of_wide_rows = TYPICAL_EXTENTS_OF_WIDE
+    extents_of_wide = extents_of_wide_rows = extents_of_wide_boxed = TYPICAL_EXTENTS_OF_WIDE
 
     def __init__(
         self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None, fold: int = 1, joined: int = 1
     ):
-        g = geometry
+        g, itemsize = geometry, 4 if dtype == "float32" else 2
         self.shape = Shape(
             g.rank,
             g.kernel,
@@ -384,13 +380,14 @@ class Work(phase_wgmma.Work):
             g.dilation,
             g.c_in_per_group,
             g.c_out_per_group,
-            4 if dtype == "float32" else 2,
+            itemsize,
             3 if precision == "tf32x3" else 1,
             layout.x_channels_last,
             layout.out_channels_last,
             pairs=False,
             late=(0, 0, 0),
-            boxes=precision != "tf32x3" and _are_boxes(g, layout, 4 if dtype == "float32" else 2, joined),
+            boxes=precision != "tf32x3"
+            and phase_wgmma.can_be_boxed(g, layout, itemsize, 1 if joined > 1 else CHANNELS),
             fold=fold,
             joined=joined,
         )
@@ -485,7 +482,8 @@ class Work(phase_wgmma.Work):
         if self.columns(tile) // 2 + BESIDE_SUMS > self.at_start(tile):
             return None
         need = self.accumulators(tile) + self.other_registers(tile)
-        shares = (REGISTERS_OF_BOXED if _is_boxed(tile) else REGISTERS)[tile.workers, tile.stagers, tile.min_blocks]
+        of_kind = tile.workers, tile.stagers, tile.min_blocks
+        shares = (REGISTERS_OF_BOXED[of_kind],) if tile.boxed else REGISTERS[of_kind]
         return next((share for share in shares if share[0] >= need), None)
 
     def has_runs(self, tile: Tile) -> bool:
@@ -502,38 +500,26 @@ class Work(phase_wgmma.Work):
         whole = geometry.x_extent[2] % unit == 0 and not any(stride % unit for stride in layout.x[:4])
         return self.has_runs(tile) and whole and layout.x_aligned and layout.x[4] == 1
 
-    def kind_of_boxes(self, tile: phase_wgmma.Tile) -> tuple[int, ...]:
-        return (*super().kind_of_boxes(tile), _is_boxed(tile))
-
     def fits(self, tile: phase_wgmma.Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        if _is_boxed(tile) and max(spans(self.staged(box.extent), self.shape.stride)) > MAX_BOX:
+        if tile.boxed and max(spans(self.staged(tile, box.extent), self.shape.stride)) > MAX_BOX:
             return False
         return box.plane <= MAX_POSITIONS and self.shared_bytes(tile, box, True) <= room
 
-    def staged(self, extent: Ints) -> Ints:
+    def staged(self, tile: phase_wgmma.Tile, extent: Ints) -> Ints:
         """Return the extents of a box of such positions with its halo."""
         return tuple(e + r for e, r in zip(extent, self.halo, strict=True))
 
-    def map_of_x(self, tile: Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout) -> TensorMap:
+    def map_of_x(self, tile: phase_wgmma.Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout) -> TensorMap:
+        assert isinstance(tile, Tile)
         extents, kind = (geometry.n, geometry.c_in, *geometry.x_extent), "tf32" if dtype == "float32" else dtype
-        return TensorMap.of(kind, extents, layout.x, self.staged(box.extent), self.shape.stride, self.channels(tile))
-
-    def plane(self, tile: phase_wgmma.Tile, positions: int) -> int:
-        return round_up(positions, 8) if _is_boxed(tile) else super().plane(tile, positions)
-
-    def shared_bytes(self, tile: phase_wgmma.Tile, box: Box, index64: bool) -> int:
-        count = super().shared_bytes(tile, box, index64)
-        if not _is_boxed(tile):
-            return count
-        teams = tile.workers // tile.team
-        before = round_up(16 * (teams * tile.x_stages + tile.ring), 128) + tile.ring * self.slot_bytes(tile)
-        return count + round_up(before, SWIZZLED) - before
+        staged, strides = self.staged(tile, box.extent), self.shape.stride
+        return TensorMap.of(kind, extents, layout.x, staged, strides, self.channels(tile))
 
     def items(self, tile: phase_wgmma.Tile, d: int, h: int, w: int) -> int:
         """As for a transposed convolution, with an item more a row: a run may begin before the first position."""
-        return 0 if _is_boxed(tile) else d * h * (w + 1)
+        return 0 if tile.boxed else d * h * (w + 1)
 
     def parameters(self, tile: Tile, box: Box, blocks: int, shift: int) -> Ints:
         """Return the part of ``struct Problem`` that describes a box; `shift` is the padding if x is read by runs."""
@@ -783,20 +769,6 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
             if workers > 1:
                 yield dataclasses.replace(tile, take_turns=True)
         yield tile
-
-
-def _is_boxed(tile: phase_wgmma.Tile) -> bool:
-    return isinstance(tile, Tile) and tile.boxed
-
-
-def _are_boxes(geometry: Geometry, layout: Layout, itemsize: int, joined: int) -> bool:
-    """Whether bulk tensor copies can bring x, and nothing of another group, which would meet weights that are zeros."""
-    g = geometry
-    alone = g.groups == 1 or g.c_in_per_group % CHANNELS == 0 or joined > 1
-    extents = (g.n, g.c_in, *g.x_extent)
-    reached = max(*extents, *(o * s for o, s in zip(g.out_extent, g.stride, strict=True)))
-    is_counted = min(extents) > 0 and reached < MAX_REACHED
-    return alone and is_counted and layout.x_channels_last and reads(layout.x, extents, layout.x_aligned, itemsize)
 
 
 def _parts_of_classes(work: Work) -> list[int]:

@@ -10,7 +10,7 @@ from cuconvt.phases import axis_phases
 
 MOST_ROUNDS = 8  # of more of them every block has about as much to do, and boxes of one place should follow each other
 # What a box takes besides the products of its taps, in rows of these: to stage x, which 3xTF32 hides behind products.
-AROUND, AROUND_OF_SPLIT = 6.0, 0.3
+AROUND, AROUND_OF_SPLIT, AROUND_OF_BOXED = 6.0, 0.3, 4.0  # the last of 16 bits that bulk tensor copies bring
 WORTH = 0.93  # of the usual order's time: boxes of one place that follow each other are worth the rest
 
 

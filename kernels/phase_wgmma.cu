@@ -23,6 +23,9 @@
 // stage x through registers, where it is turned, rounded to TF32 or split. A block takes one box after the other, so
 // that the next one is staged while the result of the last is stored.
 //
+// With BOXED, bulk tensor copies bring channels-last x, a box of positions for each chunk of channels, of each a row of 32 to 128 bytes
+// in the swizzle of that width. No thread moves an element, and one for each team names the boxes. A wgmma may start at any row, too.
+//
 // With OUT_RUN the phases along W of a position, consecutive outputs of a row, are stored by the thread that holds their sums.
 // Other results are turned in shared memory, but for channels-last ones (see wgmma_store.cuh).
 //
@@ -48,12 +51,18 @@
 #ifndef PLANE_STEP  // from a plane of the result to the next; those between have no tap and are filled (see fill.cuh)
 #define PLANE_STEP 1
 #endif
+#ifndef BOXED  // whether bulk tensor copies bring x
+#define BOXED 0
+#endif
 #ifndef HALF_K  // whether the second piece of a wgmma is nothing: for no more channels than one piece has
 #define HALF_K 0
 #endif
 
 constexpr int FILLED = HALF_K ? 1 : 2 * K_STEPS;  // pieces of a chunk that hold channels
 constexpr int CHUNK = FILLED * PIECE;
+
+constexpr int ROW_BYTES = 32 * K_STEPS;  // of a position, with BOXED
+constexpr int NEXT_ROW = BOXED ? 2 * K_STEPS : 1;  // from a position to the next one, in pieces
 
 // The tap furthest back reads the first row and column of the staged box, whichever phase it is.
 constexpr int REACH_D = SLIDES ? 0 : ALL_PHASES ? AxisD::REACH : (AxisD::MAX_TAPS - 1) * AxisD::HOP;
@@ -112,6 +121,8 @@ static_assert(STRIDE_W % OUT_RUN == 0 && OUT_RUN * sizeof(Stored) <= 16, "a run 
 static_assert(!MERGE_W || OUT_RUN == 1 || REACH_W + FIRST_PHASE_W == 0, "taps whose sums are shifted are turned");
 static_assert(!JOIN_W || OUT_CHANNELS_LAST, "the first outputs of a run may be outside of the result");
 static_assert(!FILLS || !OUT_CHANNELS_LAST, "planes of one channel");
+static_assert(!BOXED || (X_CHANNELS_LAST && PARTS == 1 && !HALF_K), "boxes of channels-last x, multiplied as they come");
+static_assert(!BOXED || ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "rows of a swizzle");
 static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
 static_assert(!(SLIDES && TAKE_TURNS), "boxes at the edge have fewer slices, and all rings must be as far");
 static_assert(!INDEX64, "offsets count from where a box begins, and the planner takes no box that reaches further than 2**31");
@@ -178,8 +189,9 @@ __device__ __forceinline__ Staged staged_box(const Problem& p) {
             (int)p.box[2] + REACH_W + late_w(p.pad[2], 0), (int)p.plane};
 }
 
-// ---- staging ---------------------------------------------------------------------------------------------------------
+// ---- staging by threads ----------------------------------------------------------------------------------------------
 
+#if !BOXED
 #if FAR_CHANNELS
 typedef long long Distance;
 #else
@@ -333,6 +345,7 @@ __device__ __forceinline__ void convert_x(Piece* to, int count, int plane, int t
         }
     }
 }
+#endif
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -436,9 +449,9 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, Operand a, 
         for (int tap = 0; tap < TAPS; ++tap) {
 #pragma unroll
             for (int k = 0; k < K_STEPS; ++k) {
-                const Operand rows = a + start[tile] + shift_of(tap, pad);
+                const Operand rows = a + (start[tile] + shift_of(tap, pad)) * NEXT_ROW;
                 multiply_add<COLUMNS>(acc.value[set + (SETS_W > 1 ? tap % AxisW::STEP : 0)][tile],
-                                      rows + k * 2 * plane, b + (tap * K_STEPS + k) * OPERAND, true);
+                                      rows + k * 2 * (BOXED ? 1 : plane), b + (tap * K_STEPS + k) * OPERAND, true);
             }
         }
     }
@@ -649,28 +662,52 @@ __device__ __forceinline__ void bring_weights(Ring& ring, Piece* slots, const Pi
     }
 }
 
+// By one thread of a team: brings the boxes of a block's chunks, of one slice after the other if it slides.
+__device__ __forceinline__ void bring_boxes(Ring& ring, Piece* stages, const TensorMap& x, const Problem& p, const Staged& s,
+                                            const Block& b, const Rows& rows, int slices, int chunks) {
+    const int d = (int)b.d - rows.back_d() - REACH_D, h = (int)b.h - rows.back_h() - REACH_H, w = (int)b.w - REACH_W;
+    for (int slice = 0; slice < slices; ++slice) {
+        if (is_empty(b, slice, p)) continue;
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            Barrier* const full = ring.full + ring.place;
+            ring.wait_until_free();
+            barrier_arrive_expecting(full, (unsigned)(s.d * s.h * s.w * ROW_BYTES));
+            copy_box(stages + ring.place * PLANES * s.plane, &x, b.group * (int)p.c_in + chunk * CHUNK, w, h,
+                     SLIDES ? (int)slice_of(b, slice) : d, b.n, full);
+            ring.next<X_STAGES>();
+        }
+    }
+}
+
+constexpr int BEFORE_SLOTS = BARRIER_BYTES + (FILLS ? round_up((int)sizeof(Fill), 128) : 0);
+// In pieces; a swizzle begins at a multiple of 1024 bytes.
+constexpr int BEFORE_STAGES = BOXED ? (round_up(BEFORE_SLOTS + RING * SLOT * 16, 1024) - BEFORE_SLOTS) / 16 : RING * SLOT;
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+#if BOXED
+    phase_wgmma(const __grid_constant__ TensorMap x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
+#else
     phase_wgmma(const Stored* x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
-    extern __shared__ __align__(128) unsigned char shared_bytes[];
+#endif
+    extern __shared__ __align__(BOXED ? 1024 : 128) unsigned char shared_bytes[];
     const Staged s = staged_box(p);
     Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
-    Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES + (FILLS ? round_up((int)sizeof(Fill), 128) : 0));
-    Piece* const stages = slots + RING * SLOT;
+    Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BEFORE_SLOTS);
+    Piece* const stages = slots + BEFORE_STAGES;
     Turned* const turned = reinterpret_cast<Turned*>(stages + TEAMS * X_STAGES * PLANES * s.plane);
     Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
-    Item* const items = reinterpret_cast<Item*>(targets + (OUT_TURNED ? TARGETS * TEAM_THREADS : 0));
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
-    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring);
+    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM, BOXED ? 1 : STAGERS);
 #if OUT_TURNED
     if (threadIdx.x < TEAMS * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
     for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i);
 #endif
     // Behind the box, rows of no use are read; they are nothing, once and for all, as are pieces without channels.
-    const int filled = HALF_K ? 0 : s.d * s.h * s.w, behind = s.plane - filled;
-    for (int i = threadIdx.x; i < TEAMS * X_STAGES * PLANES * behind; i += THREADS)
-        stages[i / behind * s.plane + filled + i % behind] = Piece{{0, 0, 0, 0}};
+    const int filled = (HALF_K ? 0 : s.d * s.h * s.w) * NEXT_ROW, plane = s.plane * NEXT_ROW, behind = plane - filled;
+    for (int i = threadIdx.x; i < TEAMS * X_STAGES * (PLANES / NEXT_ROW) * behind; i += THREADS)
+        stages[i / behind * plane + filled + i % behind] = Piece{{0, 0, 0, 0}};
     publish_shared_writes();
     __syncthreads();
 
@@ -706,6 +743,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             return;
         }
 #endif
+#if BOXED
+        if (thread < 0) {
+            for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index = next_box(index, gridDim.x, p)) {
+                const Block b = locate(index, p);
+                const Rows rows(b);
+                if (!rows.count()) continue;
+                bring_weights(weight_ring, slots, packed, b, rows, slices, chunks, p, [] {});
+                if (RESIDENT) return;
+            }
+            return;
+        }
+        // A team's boxes are brought by one thread, of a warp of its own, which waits for no other team.
+        const int team = thread / 32;
+        if (lane || team >= TEAMS) return;
+        Ring ring = x_ring.of_team(team);
+        for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks;
+             index = next_box(index, TEAMS * gridDim.x, p)) {
+            const Block b = locate(index, p);
+            const Rows rows(b);
+            if (rows.count()) bring_boxes(ring, stages + team * X_STAGES * PLANES * s.plane, x, p, s, b, rows, slices, chunks);
+        }
+#else
+        Item* const items = reinterpret_cast<Item*>(targets + (OUT_TURNED ? TARGETS * TEAM_THREADS : 0));
         const int count = items_of(p, s);
         UnderWay under_way = {0, 0};
         int team = 0;
@@ -757,6 +817,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             }
         }
         while (under_way.count > 0) hand_over<0>(under_way, stages, x_ring.full, count, s.plane, thread);
+#endif
         return;
     }
 
@@ -768,7 +829,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool works = ALL_PHASES || SLIDES || TEAM == 1 || tiles_of_worker(tiles) > 0;
     const int team = warp / 4 / TEAM;
     x_ring = x_ring.of_team(team);
-    const Operand staged = describe(stages + team * X_STAGES * PLANES * s.plane, s.plane * 16, (patches_w ? s.w : 8) * 16);
+    const Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
+    const int eight = patches_w ? s.w : 8;  // positions from eight rows of A to the next
+#if BOXED
+    const Operand staged = describe_rows<ROW_BYTES>(own, eight);
+#else
+    const Operand staged = describe(own, s.plane * 16, eight * 16);
+#endif
     const Operand weights = describe(slots, COLUMNS * 16, 128);
 
     for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index = next_box(index, TEAMS * gridDim.x, p)) {
@@ -790,7 +857,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     const Operand box = staged + x_ring.place * PLANES * s.plane;
                     const auto multiply_row = [&](int set, int down, int across) {
                         weight_ring.wait_until_full();
-                        const Operand a = box + (down * recomputed(s.h) + across) * recomputed(s.w);
+                        const Operand a = box + (down * recomputed(s.h) + across) * recomputed(s.w) * NEXT_ROW;
                         const Operand b = weights + weight_ring.place * SLOT;
                         if (works) multiply(acc, set * SETS_W, a, b, start, s.plane, p.pad[2]);
                         if (LAGS) release();

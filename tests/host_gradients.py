@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -13,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from described import DEVICES, channels_last, contiguous, geometry_of
-from host.backend import PACK_BLOCK, plan_family
+from host.backend import PACK_BLOCK, boxes_of, plan_family
 from host.build import kernel_sources, program
-from host.execute import ABSENT, BOXES, CONTINUED, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
+from host.execute import ABSENT, CONTINUED, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
 from hypothesis import given, seed, settings
 from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case, problems
 
@@ -27,7 +26,7 @@ from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, problem_struct, stru
 from cuconvt.plan_turn import TURN_THREADS
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_THREADS, sum_blocks
-from cuconvt.tensor_map import ITEMSIZES, TensorMap
+from cuconvt.tensor_map import TensorMap
 
 
 class HostGradients:
@@ -189,13 +188,6 @@ def share_of(plan: Plan) -> tma.Share:
     kernel, ones = tuple(defines[f"KERNEL_{axis}"] for axis in "DHW"), (1, 1, 1)
     tiles = tma.Work(tma.Shape(3, kernel, ones, ones, groups, c_in, c_out, False, False)).tiles_of_weights(plan.tile)
     return tma.Share(tiles, n * prod(plan.problem[31:34]), plan.problem[48])
-
-
-def boxes_of(tensor_map: TensorMap, array: int, name: str) -> Argument:
-    """Return what the host takes in place of a tensor map, of the array that is this one of the arguments."""
-    m = tensor_map
-    elements = (*m.extents, ITEMSIZES[m.dtype], *m.strides, m.channels, *m.spans, 1, 1, *m.steps, 1, m.dtype == "tf32")
-    return Argument(f"map of {name}", BOXES, struct.pack("22q", array, *elements))
 
 
 @contextmanager

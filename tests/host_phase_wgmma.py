@@ -59,9 +59,45 @@ def cases() -> dict[str, dict[str, Any]]:
         tile = Tile(2, 2, 1, tiles_c, merge_w, 1, 2, 3, False, False, False, 1, half_k=not last)
         fields = {"device": Device(90, 1, SHARED_BYTES), "plan": plan_with(tile)}
         found[f"{tiles_c}-tiles-{'last' if last else 'rows'}"] = {"spec": spec, "dtype": "bfloat16", **fields}
+    found.update(boxed_cases())
     found.update(sliding_cases())
     found.update(run_cases())
     found.update(filled_cases())
+    return found
+
+
+def boxed_cases() -> dict[str, dict[str, Any]]:
+    """Return cases of channels-last x that bulk tensor copies bring: channels of whole 16 bytes, or of whole chunks."""
+    found = {}
+    for index in range(18):
+        choose = random.Random(index)
+        dtype, precision = (("bfloat16", None), ("float32", "tf32"), ("float16", None))[index % 3]
+        rank, out_last, tile, spec = 1 + index // 3 % 3, index % 4 > 0, None, None
+        while tile is None or not serves(tile, spec, dtype, precision):
+            spec, k_steps = draw_problem(choose, rank, True, out_last), choose.choice((1, 2, 4))
+            chunk = k_steps * (8 if precision else 16)
+            grouped = index % 4 == 2
+            c_in = chunk * choose.choice((1, 2)) if grouped else choose.choice((8, 16, 24, 40, 72))
+            spec = dataclasses.replace(spec, c_in_per_group=c_in, groups=None if grouped else 1)
+            tile = draw_tile(choose, spec, dtype, precision, out_last)
+            if tile is not None:
+                workers, stagers, blocks = choose.choice(tuple(wgmma.REGISTERS_OF_BOXED))
+                ring = -(-c_in // chunk) * math.prod(spec.kernel[:-1])
+                ring //= ((1, 1, *spec.kernel)[-3] if tile.merge_d else 1) if tile.resident else 1
+                tile = dataclasses.replace(
+                    tile,
+                    workers=workers,
+                    stagers=stagers,
+                    min_blocks=blocks,
+                    take_turns=tile.take_turns and workers > 1,
+                    k_steps=k_steps,
+                    half_k=False,
+                    ring=ring if tile.resident else tile.ring,
+                    boxed=True,
+                )
+        device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)
+        fields = {"precision": precision, "device": device, "plan": plan_with(tile, index % 3 == 1)}
+        found[f"boxed-{index}-{precision or dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
     return found
 
 

@@ -336,6 +336,41 @@ TURNED = {
 }
 
 
+LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
+# Channels-last x that copies bring to blocks that slide, own all phases or one, join taps, and keep their weights.
+COPIED = {
+    "volume": case((2, 64, 18, 20, 22), 48, 3, 2, 1, 1, has_bias=True, **LAST),
+    "volume_without_a_stride": case((1, 40, 20, 30, 35), 24, 3, padding=1, **LAST),
+    "wide_volume": case((2, 256, 8, 8, 8), 128, 4, 2, 1, has_bias=True, **LAST),
+    "anisotropic": case((2, 32, 9, 33, 40), 32, (1, 2, 3), (1, 2, 2), has_bias=True, **LAST),
+    "image": case((4, 128, 33, 31), 64, 4, 2, 1, has_bias=True, **LAST),
+    "by_three": case((4, 72, 32, 32), 40, 5, 3, 2, 1, **LAST),
+    "dilated": case((2, 48, 30, 40), 17, 3, 2, 2, dilation=2, has_bias=True, **LAST),
+    "few_results": case((2, 32, 64, 64), 3, 4, 2, 1, has_bias=True, **LAST),
+    "two_groups": case((2, 128, 20, 20), 64, 4, 2, 1, groups=2, **LAST),
+    "groups_of_few": case((2, 96, 21, 20), 80, 3, 2, 1, groups=2, has_bias=True, **LAST),
+    "row": case((4, 256, 515), 128, 8, 4, 2, has_bias=True, **LAST),
+    "row_by_eight": case((4, 64, 300), 32, 16, 8, 4, **LAST),
+    "rows_of_results": case((2, 64, 12, 17, 20), 48, 3, 2, 1, x_layout="channels_last", has_bias=True),
+}
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
+@pytest.mark.parametrize("name", COPIED)
+def test_boxes_of_channels_last_x(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
+    from cuconvt import cuda, plan_phase_wgmma, warm
+
+    plans = []
+
+    def plan(*problem: Any) -> Any:
+        plans.append(plan_phase_wgmma.plan_phase_wgmma(*problem))
+        return plans[-1]
+
+    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+        check(COPIED[name], dtype, cupy, precision)
+    assert plans[0].maps
+
+
 # Phases that differ in taps, in more boxes than the device holds blocks.
 UNEVEN = {
     "volume": case((3, 40, 15, 20, 33), 72, 3, 2, 1, 1, has_bias=True),

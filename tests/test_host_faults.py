@@ -135,8 +135,14 @@ STAYING = dataclasses.replace(
 )
 TOGETHER = dataclasses.replace(PASSING, workers=2, stagers=2, min_blocks=1)
 DEEP = dataclasses.replace(PASSING, k_steps=2)  # an item of x is read by another thread than has found it
+COPIED = dataclasses.replace(PASSING, min_blocks=1, workers=2, take_turns=False, boxed=True)  # boxes of channels-last x
+COPIED_SLICES = dataclasses.replace(COPIED, workers=1, min_blocks=2, slides=True, k_steps=2)
 LINE = case((2, 8, 67), 8, 3)  # fewer positions than rows of a wgmma
 BOXES = case((2, 17, 7, 21), 12, (3, 3), stride=2, padding=1)
+LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
+BOXES_LAST = case((2, 20, 7, 21), 12, (3, 3), stride=2, padding=1, **LAST)
+SLICES_LAST = case((1, 20, 7, 5, 9), 12, 3, **LAST)
+LINE_LAST = case((2, 20, 67), 8, 3, **LAST)
 
 
 def run_phase_wgmma(
@@ -151,6 +157,10 @@ def phase_wgmma_fault(before: str, after: str, caught_by: str, *run_with: Any) -
         run_phase_wgmma(sources, *run_with)
 
     return Fault(before, after, caught_by, "phase_wgmma.cu", run)
+
+
+def copied_fault(before: str, after: str, caught_by: str, tile: Tile = COPIED, problem: Problem = BOXES_LAST) -> Fault:
+    return phase_wgmma_fault(before, after, caught_by, tile, "tf32", problem)
 
 
 # Every other plane along D has no tap; its elements are more than are copied at a time.
@@ -537,6 +547,43 @@ FAULTS = {
     ),
     "a target that is not written": phase_wgmma_fault(
         "if (i + j >= TARGETS ||", "if (i + j >= TARGETS - 1 ||", "nobody wrote byte .* of out"
+    ),
+    "boxes that no worker waits for": copied_fault("                x_ring.wait_until_full();\n", "", UNFILLED),
+    "no wait for a free stage of boxes": copied_fault(
+        "ring.wait_until_free();\n            barrier_arrive_expecting(full",
+        "barrier_arrive_expecting(full",
+        IN_USE + "|arrivals|in_flight",
+    ),
+    "boxes from the first position": copied_fault("w = (int)b.w - REACH_W;\n    for", "w = (int)b.w;\n    for", VALUES),
+    "boxes of the first channels": copied_fault("(int)p.c_in + chunk * CHUNK, w", "(int)p.c_in, w", VALUES),
+    "bytes of boxes that nobody announced": copied_fault(
+        "(unsigned)(s.d * s.h * s.w * ROW_BYTES)",
+        "(unsigned)(s.d * s.h * s.w * ROW_BYTES / 2)",
+        "bulk copies bring|arrivals of this phase",
+    ),
+    "boxes of the first slice": copied_fault(
+        "SLIDES ? (int)slice_of(b, slice) : d, b.n",
+        "SLIDES ? (int)slice_of(b, 0) : d, b.n",
+        VALUES,
+        COPIED_SLICES,
+        SLICES_LAST,
+    ),
+    "rows of pieces where rows of channels are": copied_fault(
+        "constexpr int NEXT_ROW = BOXED ? 2 * K_STEPS : 1;",
+        "constexpr int NEXT_ROW = 1;",
+        "a swizzled row from its middle on",
+    ),
+    "rows behind boxes that nobody wrote": copied_fault(
+        "        stages[i / behind * plane + filled + i % behind] = Piece{{0, 0, 0, 0}};",
+        ";",
+        UNWRITTEN,
+        COPIED,
+        LINE_LAST,
+    ),
+    "boxes over the slots": copied_fault(
+        "BOXED ? (round_up(BEFORE_SLOTS + RING",
+        "BOXED ? (round_up(BEFORE_SLOTS + 0 * RING",
+        IN_USE + "|" + VALUES + "|bulk copy",
     ),
     "a team with the other one's stages": phase_wgmma_fault(
         "    x_ring = x_ring.of_team(team);\n", "", UNFILLED + "|not all threads reach|arrives at|" + VALUES, STAYING

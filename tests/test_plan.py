@@ -951,6 +951,45 @@ def test_boxes_of_wgmma_reach_elements_in_32_bits() -> None:
     assert "31 bits" in long.reason
 
 
+# Channels of x, groups, extents, dtype and precision, and whether bulk tensor copies can bring channels-last x.
+BROUGHT = (
+    (64, 1, (9, 9), "bfloat16", None, True),
+    (40, 1, (9, 9), "float16", None, True),
+    (36, 1, (9, 9), "float32", "tf32", True),
+    (64, 1, (9, 9), "float32", "tf32x3", False),  # which is split
+    (36, 1, (9, 9), "bfloat16", None, False),  # rows of 72 bytes
+    (64, 2, (9, 9), "bfloat16", None, True),
+    (96, 2, (9, 9), "float32", "tf32", True),
+    (80, 2, (9, 9), "bfloat16", None, False),  # a chunk would have channels of both groups
+    (40, 1, (1, 1), "bfloat16", None, True),
+    (36, 1, (1, 1), "bfloat16", None, False),  # as of more positions
+)
+
+
+@pytest.mark.parametrize(("c_in", "groups", "extent", "dtype", "precision", "brought"), BROUGHT)
+def test_bulk_copies_bring_channels_last_x(
+    c_in: int, groups: int, extent: tuple[int, ...], dtype: str, precision: str | None, brought: bool
+) -> None:
+    geometry = geometry_of(case((1, c_in, *extent), 48, 3, 2, groups=groups))
+    last = layout_of(geometry, last=True)
+    plan = plan_phase_wgmma(geometry, dtype, last, precision, DEVICES[90])
+    assert isinstance(plan, Plan)
+    assert plan.tile.boxed == bool(plan.maps) == bool(dict(plan.defines)["BOXED"]) == brought
+    if brought:
+        chunk = plan.maps[0].channels
+        assert plan.maps[0].row_bytes in (32, 64, 128)
+        assert groups == 1 or geometry.c_in_per_group % chunk == 0
+        assert all(other.tile.boxed for other in candidates(geometry, dtype, last, precision, DEVICES[90]))
+    tile = dataclasses.replace(
+        plan.tile, boxed=True, workers=2, stagers=1, min_blocks=1, take_turns=False, half_k=False
+    )
+    for layout in (layout_of(geometry), dataclasses.replace(last, x_aligned=False)):
+        assert not plan_phase_wgmma(geometry, dtype, layout, precision, DEVICES[90]).maps
+        refused = plan_phase_wgmma(geometry, dtype, layout, precision, DEVICES[90], tile)
+        assert isinstance(refused, Refusal)
+        assert "cannot bring x" in refused.reason
+
+
 # ---- what a kernel is given --------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from cuconvt import cpu
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal, problem_struct
+from cuconvt.tensor_map import ITEMSIZES, TensorMap
 from host.build import kernel_sources, program
-from host.execute import ABSENT, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
+from host.execute import ABSENT, BOXES, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
 
 PACK_BLOCK = 256
 
@@ -81,12 +83,14 @@ class HostBackend:
             arguments = [Argument.array("weight", INPUT, weight), Argument.array("packed", OUTPUT, packed), problem]
             self._program(plan, f"{plan.kernel}_pack").launch(grid, PACK_BLOCK, 0, arguments)
             weight, role = packed, OF_KERNEL_BEFORE
+        read = Argument.array("x", INPUT, x)
         arguments = [
-            Argument.array("x", INPUT, x),
+            boxes_of(plan.maps[0], 5, "x") if plan.maps else read,
             Argument.array("weight", role, weight),
             Argument("bias", ABSENT) if bias is None else Argument.array("bias", INPUT, bias),
             Argument.array("out", OUTPUT, out),
             problem,
+            *([read] if plan.maps else []),  # kernels that take maps of arrays find these behind all arguments
         ]
         self._program(plan, plan.kernel).launch(plan.grid, plan.block, plan.shared_bytes, arguments)
 
@@ -100,6 +104,13 @@ class HostBackend:
     def close(self) -> None:
         for running in self.programs.values():
             running.close()
+
+
+def boxes_of(tensor_map: TensorMap, array: int, name: str) -> Argument:
+    """Return what the host takes in place of a tensor map, of the array that is this one of the arguments."""
+    m = tensor_map
+    elements = (*m.extents, ITEMSIZES[m.dtype], *m.strides, m.channels, *m.spans, 1, 1, *m.steps, 1, m.dtype == "tf32")
+    return Argument(f"map of {name}", BOXES, struct.pack("22q", array, *elements))
 
 
 @contextmanager
