@@ -34,7 +34,6 @@ from cuconvt.plan import (
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _x_vector
 from cuconvt.plan_phase_wgmma import (
-    ALL_REGISTERS,
     BESIDE_SUMS,
     FEWEST_TURNED,
     MAX_BLOCKS,
@@ -51,7 +50,7 @@ from cuconvt.plan_phase_wgmma import (
 )
 from cuconvt.plan_search import cheapest_tile, of_tile, remembered, step_of_size
 from cuconvt.plan_turned import turned
-from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, TensorMap, spans
+from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, spans
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor. What is under
 # way from memory is often the bound: stagers have what the workers of a tile do not need, and more than in
@@ -348,7 +347,7 @@ def plan_tile(
         cost=OTHERS * (compared if tile.boxed else 1) * cost * prod(g.out_extent) * g.groups * g.n,
         packed_words=slots * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts * pieces // tile.joined,
-        maps=(work.map_of_x(tile, box, dtype, g, read),) if tile.boxed else (),
+        maps=(work.map_of_x(tile, box, dtype, g, read, g.stride, work.channels(tile)),) if tile.boxed else (),
         tile=tile,
     )
 
@@ -472,10 +471,6 @@ class Work(phase_wgmma.Work):
             count += 7 + 6 * tile.tiles_m
         return count
 
-    def at_start(self, tile: phase_wgmma.Tile) -> int:
-        """Return the registers of a thread before warps exchange some."""
-        return ALL_REGISTERS // (tile.threads * tile.min_blocks) // 8 * 8
-
     @of_tile
     def registers(self, tile: phase_wgmma.Tile) -> tuple[int, int] | None:
         """Return the registers of a worker, which are enough, and of a stager."""
@@ -510,12 +505,6 @@ class Work(phase_wgmma.Work):
     def staged(self, tile: phase_wgmma.Tile, extent: Ints) -> Ints:
         """Return the extents of a box of such positions with its halo."""
         return tuple(e + r for e, r in zip(extent, self.halo, strict=True))
-
-    def map_of_x(self, tile: phase_wgmma.Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout) -> TensorMap:
-        assert isinstance(tile, Tile)
-        extents, kind = (geometry.n, geometry.c_in, *geometry.x_extent), "tf32" if dtype == "float32" else dtype
-        staged, strides = self.staged(tile, box.extent), self.shape.stride
-        return TensorMap.of(kind, extents, layout.x, staged, strides, self.channels(tile))
 
     def items(self, tile: phase_wgmma.Tile, d: int, h: int, w: int) -> int:
         """As for a transposed convolution, with an item more a row: a run may begin before the first position."""

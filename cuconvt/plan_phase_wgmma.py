@@ -309,7 +309,7 @@ def plan_tile(
         cost=cost * every,
         packed_words=slots * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts * work.packed_pieces(2 * tile.k_steps),
-        maps=(work.map_of_x(tile, box, dtype, geometry, layout),) if tile.boxed else (),
+        maps=(work.map_of_x(tile, box, dtype, geometry, layout, (1, 1, 1), work.chunk(tile)),) if tile.boxed else (),
         tile=tile,
     )
 
@@ -680,6 +680,10 @@ class Work:
                 count += tile.tiles_m + 3 * max(tile.tiles_m - 4, 0)
         return count + (4 if tile.min_blocks > 2 else 0)
 
+    def at_start(self, tile: Tile) -> int:
+        """Return the registers of a thread before warps exchange some."""
+        return ALL_REGISTERS // (tile.threads * tile.min_blocks) // 8 * 8
+
     def targets(self, tile: Tile) -> int:
         """Return the positions of the result that a worker's thread stores."""
         return -(-tile.rows * self.outputs(tile) // (128 * tile.team))
@@ -764,10 +768,12 @@ class Work:
         (d, h, w), reach = extent, self.reach(tile)
         return (1 if tile.slides else d + reach[0], h + reach[1], self.width(tile, w))
 
-    def map_of_x(self, tile: Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout) -> TensorMap:
-        """Return what bulk tensor copies need to know of x."""
+    def map_of_x(
+        self, tile: Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout, steps: Ints, channels: int
+    ) -> TensorMap:
+        """Return what copies need to know of x, to bring so many channels of positions that are `steps` apart."""
         extents, kind = (geometry.n, geometry.c_in, *geometry.x_extent), "tf32" if dtype == "float32" else dtype
-        return TensorMap.of(kind, extents, layout.x, self.staged(tile, box.extent), (1, 1, 1), self.chunk(tile))
+        return TensorMap.of(kind, extents, layout.x, self.staged(tile, box.extent), steps, channels)
 
     def items(self, tile: Tile, d: int, h: int, w: int) -> int:
         """Return what stagers count of so many positions."""
@@ -1149,7 +1155,7 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         if work.accumulators(tile) + work.other_registers(tile) > registers_of(tile)[0]:
             continue
-        if boxed and work.columns(tile) // 2 + BESIDE_SUMS > ALL_REGISTERS // (tile.threads * blocks) // 8 * 8:
+        if boxed and work.columns(tile) // 2 + BESIDE_SUMS > work.at_start(tile):
             continue
         if tile.resident and workers > 1 and not slides and shape.plane_step == 1:  # which would spill, too
             yield dataclasses.replace(tile, take_turns=True)

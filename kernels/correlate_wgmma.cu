@@ -39,9 +39,6 @@
 #ifndef K_STEPS  // pairs of pieces that are staged at a time, of all these classes
 #define K_STEPS 2
 #endif
-#ifndef BOXED  // whether bulk tensor copies bring x
-#define BOXED 0
-#endif
 #ifndef FOLD  // taps along W that are channels of x, of each tap as many
 #define FOLD 1
 #endif
@@ -453,9 +450,6 @@ __device__ __forceinline__ void multiply_slot(Accumulators& acc, int slot, Opera
 
 // ---- boxes of x ------------------------------------------------------------------------------------------------------
 
-// Where the stages begin behind the slots, in pieces: at a multiple of what a swizzle repeats after.
-constexpr int BEFORE_STAGES = BOXED ? round_up(BARRIER_BYTES + RING * SLOT * 16, 1024) / 16 - BARRIER_BYTES / 16 : RING * SLOT;
-
 // By one thread: brings a box of each class of the stages of a block.
 __device__ __forceinline__ void bring_boxes(Ring& ring, Piece* stages, const TensorMap& x, const Problem& p, const Staged& s,
                                             const Block& b, int chunks) {
@@ -485,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Staged s = staged_box(p);
     Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
     Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
-    Piece* const stages = slots + BEFORE_STAGES;
+    Piece* const stages = slots + pieces_to_stages(BARRIER_BYTES, RING * SLOT);
     Turned* const turned = reinterpret_cast<Turned*>(stages + TEAMS * X_STAGES * PLANES * s.plane);
     Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
     Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
@@ -587,11 +581,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     x_ring = x_ring.of_team(team);
     const Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
     const int eight = patches_w ? s.w : 8;  // positions from eight rows of A to the next
-#if BOXED
-    const Operand staged = describe_rows<ROW_BYTES>(own, eight);
-#else
-    const Operand staged = describe(own, s.plane * 16, eight * 16);
-#endif
+    const Operand staged = describe_stages<ROW_BYTES>(own, s.plane, eight);
     const Operand weights = describe(slots, WIDTH * 16, 128);
 
     for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x) {

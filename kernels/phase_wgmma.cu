@@ -51,9 +51,6 @@
 #ifndef PLANE_STEP  // from a plane of the result to the next; those between have no tap and are filled (see fill.cuh)
 #define PLANE_STEP 1
 #endif
-#ifndef BOXED  // whether bulk tensor copies bring x
-#define BOXED 0
-#endif
 #ifndef HALF_K  // whether the second piece of a wgmma is nothing: for no more channels than one piece has
 #define HALF_K 0
 #endif
@@ -680,8 +677,6 @@ __device__ __forceinline__ void bring_boxes(Ring& ring, Piece* stages, const Ten
 }
 
 constexpr int BEFORE_SLOTS = BARRIER_BYTES + (FILLS ? round_up((int)sizeof(Fill), 128) : 0);
-// In pieces; a swizzle begins at a multiple of 1024 bytes.
-constexpr int BEFORE_STAGES = BOXED ? (round_up(BEFORE_SLOTS + RING * SLOT * 16, 1024) - BEFORE_SLOTS) / 16 : RING * SLOT;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if BOXED
@@ -693,7 +688,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Staged s = staged_box(p);
     Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
     Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BEFORE_SLOTS);
-    Piece* const stages = slots + BEFORE_STAGES;
+    Piece* const stages = slots + pieces_to_stages(BEFORE_SLOTS, RING * SLOT);
     Turned* const turned = reinterpret_cast<Turned*>(stages + TEAMS * X_STAGES * PLANES * s.plane);
     Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
 
@@ -831,11 +826,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     x_ring = x_ring.of_team(team);
     const Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
     const int eight = patches_w ? s.w : 8;  // positions from eight rows of A to the next
-#if BOXED
-    const Operand staged = describe_rows<ROW_BYTES>(own, eight);
-#else
-    const Operand staged = describe(own, s.plane * 16, eight * 16);
-#endif
+    const Operand staged = describe_stages<ROW_BYTES>(own, s.plane, eight);
     const Operand weights = describe(slots, COLUMNS * 16, 128);
 
     for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index = next_box(index, TEAMS * gridDim.x, p)) {

@@ -43,6 +43,9 @@
 #ifndef K_STEPS  // pairs of pieces of input channels staged at a time
 #define K_STEPS 1
 #endif
+#ifndef BOXED  // whether bulk tensor copies bring x
+#define BOXED 0
+#endif
 #ifndef X_STAGES
 #define X_STAGES 2
 #endif
@@ -173,6 +176,19 @@ __device__ __forceinline__ void init_barriers(const Ring& x_ring, const Ring& we
         barrier_init(weight_ring.free + i, 4 * WORKERS);
     }
     barrier_init_done();
+}
+
+// Pieces from the slots, which are so many and have so many bytes before them, to the stages: where copies bring these, a swizzle
+// begins at a multiple of 1024 bytes.
+__host__ __device__ constexpr int pieces_to_stages(int before, int slots) {
+    return BOXED ? (round_up(before + slots * 16, 1024) - before) / 16 : slots;
+}
+
+// The rows of A in a team's stages, with so many positions from eight of them to the next; ROW_BYTES of a position that copies
+// bring.
+template <int ROW_BYTES> __device__ __forceinline__ Operand describe_stages(const Piece* stages, int plane, int eight) {
+    if constexpr (BOXED) return describe_rows<ROW_BYTES>(stages, eight);
+    else return describe(stages, plane * 16, eight * 16);
 }
 
 // ---- asynchronous copies of channels-last x --------------------------------------------------------------------------

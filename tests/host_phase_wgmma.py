@@ -79,22 +79,7 @@ def boxed_cases() -> dict[str, dict[str, Any]]:
             grouped = index % 4 == 2
             c_in = chunk * choose.choice((1, 2)) if grouped else choose.choice((8, 16, 24, 40, 72))
             spec = dataclasses.replace(spec, c_in_per_group=c_in, groups=None if grouped else 1)
-            tile = draw_tile(choose, spec, dtype, precision, out_last)
-            if tile is not None:
-                workers, stagers, blocks = choose.choice(tuple(wgmma.REGISTERS_OF_BOXED))
-                ring = -(-c_in // chunk) * math.prod(spec.kernel[:-1])
-                ring //= ((1, 1, *spec.kernel)[-3] if tile.merge_d else 1) if tile.resident else 1
-                tile = dataclasses.replace(
-                    tile,
-                    workers=workers,
-                    stagers=stagers,
-                    min_blocks=blocks,
-                    take_turns=tile.take_turns and workers > 1,
-                    k_steps=k_steps,
-                    half_k=False,
-                    ring=ring if tile.resident else tile.ring,
-                    boxed=True,
-                )
+            tile = draw_tile(choose, spec, dtype, precision, out_last, boxed_steps=k_steps)
         device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)
         fields = {"precision": precision, "device": device, "plan": plan_with(tile, index % 3 == 1)}
         found[f"boxed-{index}-{precision or dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
@@ -194,10 +179,18 @@ def draw_problem(choose: random.Random, rank: int, x_last: bool, out_last: bool)
 
 
 def draw_tile(
-    choose: random.Random, spec: Specialisation, dtype: str, precision: str | None, out_last: bool
+    choose: random.Random,
+    spec: Specialisation,
+    dtype: str,
+    precision: str | None,
+    out_last: bool,
+    boxed_steps: int = 0,
 ) -> Tile | None:
-    """Draw a tile that the kernel takes for a problem, or none if what was drawn does not go together."""
-    workers, stagers, blocks = choose.choice(tuple(wgmma.REGISTERS))
+    """Draw a tile that the kernel takes for a problem, or none if what was drawn does not go together.
+
+    With `boxed_steps`, one of so many k steps whose x bulk tensor copies bring.
+    """
+    workers, stagers, blocks = choose.choice(tuple(wgmma.REGISTERS_OF_BOXED if boxed_steps else wgmma.REGISTERS))
     stride = math.prod(spec.stride[:-1])
     taps = math.prod(spec.kernel[:-1])
     several = stride > 1
@@ -206,6 +199,7 @@ def draw_tile(
     enough = [tiles for tiles in (1, 2, 3, 4, 6, 8) if 8 * tiles < spec.c_out_per_group + 16]
     tiles_c = max(choose.choice(enough), choose.choice(enough))
     k_steps, x_stages, tiles_m = choose.randint(1, 2), choose.choice((2, 2, 4)), choose.choice((1, 1, 2, 3, 4, 6, 8))
+    k_steps = boxed_steps or k_steps
     chunk = 2 * k_steps * (4 if dtype == "float32" else 8)
     taps_d, stride_d, dilation_d = ((1, 1, 1), *zip(spec.kernel, spec.stride, spec.dilation, strict=True))[-3:][0]
     slides = dilation_d == 1 and taps_d > stride_d and (all_phases or not several) and choose.random() < 0.7
@@ -214,7 +208,7 @@ def draw_tile(
     join_w = may_join and out_last and choose.random() < 0.7
     slots = -(-spec.c_in_per_group // chunk) * taps // (taps_d if merge_d else 1)
     resident = (all_phases or not several) and slots <= MAX_RING and choose.random() < 0.6
-    half_k = dtype != "float32" and k_steps == 1 and spec.c_in_per_group <= 8
+    half_k = dtype != "float32" and k_steps == 1 and spec.c_in_per_group <= 8 and not boxed_steps
     take_turns = resident and workers > 1 and not slides and choose.random() < 0.6
     columns = 8 * tiles_c * (spec.kernel[-1] if merge_w else spec.stride[-1] if join_w else 1)
     columns *= taps_d if merge_d else 1
@@ -226,7 +220,7 @@ def draw_tile(
         return None
     ring = slots if resident else choose.choice((2, 3))
     common = (workers, stagers, tiles_m, tiles_c, merge_w, k_steps, x_stages, ring, resident, take_turns)
-    return Tile(*common, all_phases, blocks, slides, half_k, merge_d, join_w)
+    return Tile(*common, all_phases, blocks, slides, half_k, merge_d, join_w, boxed_steps > 0)
 
 
 def serves(tile: Tile, spec: Specialisation, dtype: str, precision: str | None) -> bool:

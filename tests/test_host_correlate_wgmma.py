@@ -409,12 +409,12 @@ FAULTS = {
     ),
     "a tap one row late": ("of.tap * AxisW::HOP * NEXT_ROW", "(of.tap * AxisW::HOP + 1) * NEXT_ROW", VALUES, BOXED),
     "eights of rows too near": (
-        "describe_rows<ROW_BYTES>(own, eight)",
-        "describe_rows<ROW_BYTES>(own, 8)",
+        "describe_rows<ROW_BYTES>(stages, eight)",
+        "describe_rows<ROW_BYTES>(stages, 8)",
         VALUES,
         BOXED,
     ),
-    "boxes over the slots": ("? round_up(BARRIER_BYTES + RING", "? round_up(BARRIER_BYTES + 0 * RING", None, BOXED),
+    "boxes over the slots": ("(round_up(before + slots", "(round_up(before + 0 * slots", None, BOXED),
     "no wait for the kernel that turns": (
         "if (X_TURNED) wait_for_kernel_before();\nRing",
         "Ring",

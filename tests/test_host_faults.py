@@ -581,8 +581,8 @@ FAULTS = {
         LINE_LAST,
     ),
     "boxes over the slots": copied_fault(
-        "BOXED ? (round_up(BEFORE_SLOTS + RING",
-        "BOXED ? (round_up(BEFORE_SLOTS + 0 * RING",
+        "(round_up(before + slots",
+        "(round_up(before + 0 * slots",
         IN_USE + "|" + VALUES + "|bulk copy",
     ),
     "a team with the other one's stages": phase_wgmma_fault(
