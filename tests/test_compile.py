@@ -69,10 +69,10 @@ def sound(file: Path) -> bool:
 @pytest.mark.parametrize(("kernel", "arch"), COMPILED)
 def test_a_kernel_compiles_alone(kernel: str, arch: str) -> None:
     skip_unless_known(arch)
-    assert compiler.compile_kernel(kernel, arch).code.startswith(b"\x7fELF")
-    log = log_of(Path(kernel).stem, arch, ())
-    assert "warning" not in log
-    assert f"Compiling entry function '{Path(kernel).stem}' for '{arch}'" in log
+    compiled = compiler.compile_kernel(kernel, arch)
+    assert compiled.code.startswith(b"\x7fELF")
+    assert "warning" not in compiled.log
+    assert f"Compiling entry function '{Path(kernel).stem}' for '{arch}'" in compiled.log
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

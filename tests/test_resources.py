@@ -34,7 +34,7 @@ FAMILIES = sorted(file.stem for file in compiler.kernel_folder().glob("*.cu"))
 PLANNED = [(family, arch) for family in FAMILIES for arch in DEVICES if family not in HOPPER or arch == 90]
 ASKED_FOR = os.environ.get("RESOURCES", "some")
 # Plans of a kernel that are compiled by default, others for each architecture.
-SOME, OTHERWISE = {"gather": 18, "few_channels": 14}, 8
+SOME, OTHERWISE = {"gather": 10, "few_channels": 8}, 4
 LIKE_80 = 86, 89  # for which kernels are compiled much alike: half as many do
 REGISTERS = 65536  # of a multiprocessor
 REGISTER_UNIT = 8  # of a thread
