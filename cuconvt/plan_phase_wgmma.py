@@ -119,6 +119,8 @@ TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
     2: ((64, 16, 16), (64, 65, 65), (64, 128, 128)),
     3: ((33, 33, 33), (48, 48, 48), (66, 66, 66), (18, 36, 70)),
 }
+PACKS_ITSELF = 2  # as the kernel has it: a launch whose blocks pack the weights themselves
+PACKS_A_THREAD = 4  # of a worker, who may do so: 16 channels of one tap each
 FILL_BYTES = 2176  # of shared memory, from which planes that no tap reaches are filled
 LONGER_RING = 6  # slots of weights, where there is room: so many hide how long they take from L2
 # Shared memory that leaves the L1 cache 60 KB: with half of these, loads of rows took a sixth longer.
@@ -291,6 +293,7 @@ def plan_tile(
     )
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
     slots = geometry.groups * tiles_c * chunks * work.slots_of_chunk(tile)
+    packs_itself = blocks <= held and work.blocks_can_pack(tile, chunks)
     return Plan(
         kernel="phase_wgmma",
         defines=defines,
@@ -302,12 +305,12 @@ def plan_tile(
             layout,
             (*tiles, tiles_c),
             _x_vector(geometry, layout, work.shape.itemsize),
-            longest_first,
+            PACKS_ITSELF if packs_itself else longest_first,
             work.box_parameters(tile, box, blocks),
             (planes.extent, planes.first),
         ),
         cost=cost * every,
-        packed_words=slots * work.slot_bytes(tile) // 4,
+        packed_words=0 if packs_itself else slots * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts * work.packed_pieces(2 * tile.k_steps),
         maps=(work.map_of_x(tile, box, dtype, geometry, layout, (1, 1, 1), work.chunk(tile)),) if tile.boxed else (),
         tile=tile,
@@ -580,6 +583,13 @@ class Work:
     def slots_of_chunk(self, tile: Tile) -> int:
         """Return the slots of weights for all taps along D and H."""
         return (1 if tile.merge_d else self.shape.kernel[0]) * self.shape.kernel[1]
+
+    def blocks_can_pack(self, tile: Tile, chunks: int) -> bool:
+        """Whether a block may pack the weights that it needs itself, all of a tile, which saves a launch."""
+        s = self.shape
+        packs = prod(s.kernel) * 8 * tile.tiles_c * (2 * tile.k_steps // self.packed_pieces(2 * tile.k_steps)) * chunks
+        needs_all = tile.all_phases or tile.slides or s.stride[0] * s.stride[1] == 1
+        return tile.resident and needs_all and packs <= PACKS_A_THREAD * 128 * tile.workers
 
     def turns(self, tile: Tile) -> bool:
         """Whether results are turned in shared memory."""

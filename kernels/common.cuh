@@ -158,7 +158,7 @@ struct Problem {
     long long tiles[4];    // along D, H, W (in positions q of a phase) and along the channels of a group
     long long x_vector;    // whether x may be read 16 bytes at a time (8 bytes for rows of 16-bit elements), or how many bytes
     long long out_vector;  // whether the result may be written some channels (channels-last) or one word at a time, or in what way
-                           // (of boxes of phases on wgmma, whether those with more taps come first)
+                           // (of boxes of phases on wgmma, which come first, and who packs the weights)
     long long magic[5];    // for dividing by the four tiles and by the groups, see `take`
     // Where a block's box of positions is a run-time matter:
     long long box[3];        // its extents along D, H, W

@@ -139,6 +139,9 @@ struct Block {
     int n, group;
 };
 
+// What `p.out_vector` says: blocks pack the weights themselves, or boxes of phases that have more taps come first.
+constexpr int LONG_FIRST = 1, PACKS_ITSELF = 2;
+
 // Whether phases that are blocks of their own differ in taps, the first ones having more.
 constexpr bool UNEVEN = !ALL_PHASES && (KERNEL_D % STRIDE_D || KERNEL_H % STRIDE_H);
 
@@ -151,7 +154,7 @@ __device__ __forceinline__ void take_phases(Block& b, unsigned& index) {
 
 __device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
     // What reads the same x runs fastest, then what reads its neighbours; of few boxes those that take longer come first.
-    const bool long_first = UNEVEN && p.out_vector;
+    const bool long_first = UNEVEN && p.out_vector == LONG_FIRST;
     Block b;
     b.tile_c = (int)take(index, p, 3);
     b.group = (int)take(index, p, 4);
@@ -177,7 +180,7 @@ __device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
 // The box that a block takes after one. Of long and short ones it takes rounds to and fro, so that no block has the longest of
 // each.
 __device__ __forceinline__ unsigned next_box(unsigned index, unsigned blocks, const Problem& p) {
-    return index + (UNEVEN && p.out_vector ? 2 * (blocks - 1 - index % blocks) + 1 : blocks);
+    return index + (UNEVEN && p.out_vector == LONG_FIRST ? 2 * (blocks - 1 - index % blocks) + 1 : blocks);
 }
 
 __device__ __forceinline__ Staged staged_box(const Problem& p) {
@@ -633,6 +636,71 @@ struct Rows {
     __device__ __forceinline__ int count() const { return d.count * h.count; }
 };
 
+// Weights of one tap, one output channel of a tile and 16 input channels, or a chunk of them, and their first piece in the tile's
+// slots, which are [chunk][tap along D][tap along H].
+constexpr unsigned OF_TILE = KERNEL_D * KERNEL_H * KERNEL_W * TILE_C;
+constexpr unsigned PACKS_A_CHUNK = 2 * K_STEPS / PACKED_PIECES;
+struct Weights {
+    long long place;
+    Channels channels[PACKED_PIECES];
+};
+
+__device__ __forceinline__ void read_weights(Weights& to, const Stored* weight, const Problem& p, unsigned of_tile,
+                                             unsigned of_channels, int tile_c, unsigned group) {
+    const int tap_w = (int)(of_tile % KERNEL_W);
+    of_tile /= KERNEL_W;
+    const int tap_h = (int)(of_tile % KERNEL_H);
+    of_tile /= KERNEL_H;
+    const int tap_d = (int)(of_tile % KERNEL_D), column = (int)(of_tile / KERNEL_D);
+    const int piece = (int)(of_channels % PACKS_A_CHUNK) * PACKED_PIECES;
+    const unsigned chunk = of_channels / PACKS_A_CHUNK;
+
+    const int co = tile_c * TILE_C + column, first = (int)chunk * CHUNK + piece * PIECE;
+    weight += p.weight_first + group * p.weight_group_stride + first * p.weight_stride[0] + co * p.weight_stride[1] +
+              tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
+    load_channels(to.channels, weight, p.weight_stride[0], co < p.c_out ? (int)p.c_in - first : 0);
+
+    const long long row = chunk * ROWS_OF_TAPS + (MERGE_D ? 0 : tap_d * KERNEL_H) + tap_h;
+    const int tap = tap_w / COLUMNS_W, at = (tap_w % COLUMNS_W * COLUMNS_D + (MERGE_D ? tap_d : 0)) * TILE_C + column;
+    to.place = row * SLOT + (tap * K_STEPS + piece / 2) * PARTS * OPERAND + at;
+}
+
+__device__ __forceinline__ void write_weights(Piece* slots, const Weights& from) {
+#pragma unroll
+    for (int i = 0; i < PACKED_PIECES; ++i) {
+        Piece parts[PARTS];
+        pack(from.channels[i], parts);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+            slots[from.place + (i / 2 * PARTS + part) * OPERAND + i % 2 * COLUMNS] = parts[part];
+    }
+}
+
+// Of a launch whose blocks have a box each: whether they pack the weights that they need, all of a tile, themselves.
+__device__ __forceinline__ bool packs_itself(const Problem& p) { return RESIDENT && p.out_vector == PACKS_ITSELF; }
+
+// By all workers, while the first x is staged.
+__device__ __forceinline__ void pack_own_weights(Ring& ring, Piece* slots, const Stored* weight, const Problem& p, int chunks) {
+    constexpr unsigned BATCH = 32 / (PACKED_PIECES * PIECE);  // that a thread reads before it writes the first
+    const Block b = locate(blockIdx.x, p);
+    const unsigned count = OF_TILE * PACKS_A_CHUNK * chunks;
+    for (unsigned first = threadIdx.x; first < count; first += BATCH * WORKER_THREADS) {
+        Weights weights[BATCH];
+#pragma unroll
+        for (unsigned i = 0; i < BATCH; ++i) {
+            const unsigned index = min(first + i * WORKER_THREADS, count - 1);
+            read_weights(weights[i], weight, p, index % OF_TILE, index / OF_TILE, b.tile_c, b.group);
+        }
+        issue_in_order();
+#pragma unroll
+        for (unsigned i = 0; i < BATCH; ++i)
+            if (first + i * WORKER_THREADS < count) write_weights(slots, weights[i]);
+    }
+    publish_shared_writes();
+    warps_sync(5, WORKER_THREADS);
+    for (int i = threadIdx.x; i < RING; i += WORKER_THREADS) barrier_arrive(ring.full + i);
+}
+
 // Brings the weights of a box through the ring; once and for all, if they stay. By one thread.
 template <class AfterSlot>
 __device__ __forceinline__ void bring_weights(Ring& ring, Piece* slots, const Piece* packed, const Block& b, const Rows& rows,
@@ -714,6 +782,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         give_registers<STAGER_REGISTERS>();
         const int thread = threadIdx.x - WORKER_THREADS - 32;
         if (thread < 0 && lane) return;
+        if (thread < 0 && !FILLS && packs_itself(p)) return;
         if (thread < 0) wait_for_kernel_before();  // it packs the weights, while x is staged
 #if PLANE_STEP > 1
         // The thread that brings weights fills planes, some after each slot: what it waits for, workers hardly ever do.
@@ -723,7 +792,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const unsigned boxes = ((unsigned)p.blocks - blockIdx.x + gridDim.x - 1) / gridDim.x;
             fill.at_once = fill.left / (boxes * (RESIDENT ? 1 : slices * chunks * ROWS_OF_TAPS)) + 1;
             const auto fill_next = [&] { fill_planes(fill, fill.at_once, bias, out, p); };
-            bool stay = false;
+            bool stay = packs_itself(p);
             for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index = next_box(index, gridDim.x, p)) {
                 const Block b = locate(index, p);
                 const Rows rows(b);
@@ -817,6 +886,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 
     take_registers<WORKER_REGISTERS>();
+    if (packs_itself(p)) pack_own_weights(weight_ring, slots, reinterpret_cast<const Stored*>(packed), p, chunks);
     const int patches_w = (int)p.patches[1], tiles = tiles_of(p, s, MERGE_W ? s.w : (int)p.box[2]);
     int start[TILES_M];
     find_starts(start, p, s, tiles);
@@ -896,41 +966,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 }
 
-// Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels]
-// [chunk][tap along D][tap along H] slots. Consecutive threads read consecutive weights, each of 16 channels or of a chunk. There
-// are fewer than 2^32 threads: the pieces of more are more than a GPU's memory.
+// Puts the weights of the call in the order of the slots, once, before the kernel above, which may do so itself: [group][tile of output
+// channels] of them. Consecutive threads read consecutive weights. There are fewer than 2^32 threads: the pieces of more are more
+// than a GPU's memory.
 extern "C" __global__ void phase_wgmma_pack(const Stored* weight, Piece* packed, const Problem p) {
     let_next_kernel_start();
     const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
     unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
-    const int tap_w = (int)(index % KERNEL_W);
-    index /= KERNEL_W;
-    const int tap_h = (int)(index % KERNEL_H);
-    index /= KERNEL_H;
-    const int tap_d = (int)(index % KERNEL_D);
-    index /= KERNEL_D;
-    const int column = (int)(index % TILE_C);
-    index /= TILE_C;
+    const unsigned of_tile = index % OF_TILE;
+    index /= OF_TILE;
     const int tile_c = (int)take(index, p, 3);
-    const int piece = (int)(index % (2 * K_STEPS / PACKED_PIECES)) * PACKED_PIECES;
-    index /= 2 * K_STEPS / PACKED_PIECES;
-    const unsigned group = index / chunks, chunk = index % chunks;
+    const unsigned of_channels = index % (chunks * PACKS_A_CHUNK), group = index / (chunks * PACKS_A_CHUNK);
     if (group >= (unsigned)p.groups) return;
-
-    const int co = tile_c * TILE_C + column, first = (int)chunk * CHUNK + piece * PIECE;
-    weight += p.weight_first + group * p.weight_group_stride + first * p.weight_stride[0] + co * p.weight_stride[1] +
-              tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
-    Channels channels[PACKED_PIECES];
-    load_channels(channels, weight, p.weight_stride[0], co < p.c_out ? (int)p.c_in - first : 0);
-
-    const long long row = ((group * p.tiles[3] + tile_c) * chunks + chunk) * ROWS_OF_TAPS + (MERGE_D ? 0 : tap_d * KERNEL_H) + tap_h;
-    const int tap = tap_w / COLUMNS_W, at = (tap_w % COLUMNS_W * COLUMNS_D + (MERGE_D ? tap_d : 0)) * TILE_C + column;
-    packed += row * SLOT + (tap * K_STEPS + piece / 2) * PARTS * OPERAND + at;
-#pragma unroll
-    for (int i = 0; i < PACKED_PIECES; ++i) {
-        Piece parts[PARTS];
-        pack(channels[i], parts);
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) packed[(i / 2 * PARTS + part) * OPERAND + i % 2 * COLUMNS] = parts[part];
-    }
+    Weights weights;
+    read_weights(weights, weight, p, of_tile, of_channels, tile_c, group);
+    write_weights(packed + (group * p.tiles[3] + tile_c) * chunks * (ROWS_OF_TAPS * (long long)SLOT), weights);
 }

@@ -63,6 +63,7 @@ def cases() -> dict[str, dict[str, Any]]:
     found.update(sliding_cases())
     found.update(run_cases())
     found.update(filled_cases())
+    found.update(packing_cases(found))
     return found
 
 
@@ -165,6 +166,25 @@ def filled_cases() -> dict[str, dict[str, Any]]:
         fields = {"precision": precision, "device": device, "plan": plan_with(whole, index % 2 == 1)}
         found[f"filled-{index}"] = {"spec": spec, "dtype": dtype, **fields}
     return found
+
+
+def packing_cases(others: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return some of the cases on as many multiprocessors as there are boxes, of which each then packs its weights."""
+    names = (
+        "7-tf32x3-2d",  # workers that take turns
+        "8-float16-3d",
+        "18-tf32-2d",
+        "20-float16-3d",  # half a pair of pieces
+        "25-bfloat16-1d",
+        "boxed-5-float16-2d",
+        "boxed-8-float16-3d",
+        "boxed-12-bfloat16-2d",
+        "slides-1",  # merged taps along W
+        "slides-2",  # merged along D, joined along W
+        "runs-0",
+        "filled-1",
+    )
+    return {f"packs-{name}": {**others[name], "device": DEVICES[90]} for name in names}
 
 
 def draw_problem(choose: random.Random, rank: int, x_last: bool, out_last: bool) -> Specialisation:

@@ -501,6 +501,30 @@ def wgmma_or_refusal(
     return plan_phase_wgmma(geometry, dtype, layout_of(geometry, last), precision or DEFAULT[dtype], device)
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["rows", "channels_last"])
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("float32", "tf32x3"), ("bfloat16", None)])
+def test_few_boxes_take_one_launch_of_the_same_code(dtype: str, precision: str | None, last: bool) -> None:
+    tiny, many = (case((n, 16, 8, 8, 8), 16, 3, 2, 1, 1) for n in (1, 500))
+    one, two = (wgmma_or_refusal(problem, dtype, precision, last=last) for problem in (tiny, many))
+    assert isinstance(one, Plan)
+    assert isinstance(two, Plan)
+    assert one.packed_words == 0 < two.packed_words
+    assert one.defines == two.defines
+    assert one.grid == problem_of(one)["blocks"][0]
+
+
+def test_blocks_pack_no_weights_that_they_do_not_need_or_that_are_many() -> None:
+    # Phases apart, a block has the taps of one; several boxes a block; weights that pass by.
+    for problem in (
+        case((1, 64, 6, 6, 6), 64, 3, 2),
+        case((8, 48, 64, 64, 64), 48, 3),
+        case((1, 512, 4, 4), 256, 4, 2),
+    ):
+        plan = wgmma_or_refusal(problem)
+        assert isinstance(plan, Plan)
+        assert plan.packed_words > 0
+
+
 # Measured to take 0.4 to 0.8 times as long as with phase_gemm, or with narrow_groups, which estimates had put first.
 @pytest.mark.parametrize(
     "problem",
