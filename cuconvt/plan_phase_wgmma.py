@@ -58,6 +58,8 @@ REGISTERS = {
 }
 # The same where bulk tensor copies bring x: a thread for each team and one for weights stage.
 REGISTERS_OF_BOXED = {(2, 1, 1): (232, 40), (1, 1, 2): (216, 40), (3, 1, 1): (152, 40)}
+# And others split it.
+REGISTERS_OF_SPLIT = {(2, 1, 1): (224, 56), (1, 1, 2): (208, 48), (3, 1, 1): (152, 56), (2, 2, 1): (200, 56)}
 ALL_REGISTERS = 65536  # of a multiprocessor
 BESIDE_SUMS = 28  # registers that a wgmma's sums leave, or ptxas refuses it: of those that a thread starts with
 MAX_REACHED = 2**30  # positions that bulk tensor copies count, with those of a box beyond the last
@@ -91,6 +93,7 @@ COMPARED_OF_ROWS = 0.78  # where x is float32 in rows
 COMPARED_OF_TF32_LAST = 0.85  # where x is channels-last
 COMPARED_OF_16_BITS = 0.65
 COMPARED_OF_BOXED = 0.5  # where bulk tensor copies bring x
+COMPARED_OF_SPLIT = 1.2  # likewise, for 3xTF32: not fitted, but near the estimates of threads that copy pieces
 COMPARED_OF_UNSTRIDED = 0.95  # instead, without a stride and with as many channels as plan_correlate_wgmma serves
 FEWEST_TURNED = 40  # channels of a result that it serves: with fewer, this kernel took 0.4 to 0.8 times as long
 ROW_ENDS = 16  # outputs more than a row has take as long to write
@@ -109,6 +112,10 @@ class BoxedRates(NamedTuple):
     box: float = 970  # clocks of a box, or of a slice that is stored
     outputs: float = 1.34  # clocks of 32 results
     norm: float = 2.7
+    # Of 3xTF32, counted from its instructions and yet to be fitted: clocks of a chain besides its products, and bytes
+    # of x that a thread splits in a clock.
+    chain: float = 40
+    split: float = 0.25
     positions: tuple[int, int] = (200, 400)  # for each multiprocessor, of a layer of many channels and of another one
 
 
@@ -128,6 +135,7 @@ SHARED_BYTES_BESIDE_L1 = 195 * 1024
 POSITIONS = 2000  # that a problem may have for each multiprocessor
 POSITIONS_OF_WIDE_ROWS = 800  # likewise, with many channels, where x is in rows
 WIDE = 128  # channels: networks have so many where extents are small, too
+MAX_STEPS_OF_CHAIN = 16  # of a chain of longer chunks than others: the tensor core truncates each sum
 MAX_CHAINS = 256  # of 3xTF32 that an output adds up: with more, their roundings count, and chains are longer instead
 TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), *TYPICAL_EXTENTS[3][:3])}
 # Where x is in rows: mostly of networks that pad, whose extents boxes of 33 positions do not suit.
@@ -274,7 +282,7 @@ def plan_tile(
         "FAR_CHANNELS": work.chunk(tile) * abs(layout.x[1]) >= INDEX_LIMIT,
         "FIRST_PHASE_W": geometry.pad_before[2] % geometry.stride[2] if work.stores_runs(tile) else 0,
     }
-    defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers_of(tile))
+    defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers_of(tile, work.parts))
     grid = _grid(blocks, held, phases, geometry.groups * tiles_c if tile.resident else 1)
     around = AROUND_OF_SPLIT if work.parts == 2 else AROUND_OF_BOXED if dtype != "float32" and tile.boxed else AROUND
     # As the kernel decides, whose other phases keep their order.
@@ -317,9 +325,16 @@ def plan_tile(
     )
 
 
-def registers_of(tile: Tile) -> tuple[int, int]:
-    """Return the registers of a worker's and of a stager's thread."""
-    return (REGISTERS_OF_BOXED if tile.boxed else REGISTERS)[tile.workers, tile.stagers, tile.min_blocks]
+def registers_of(tile: Tile, parts: int) -> tuple[int, int]:
+    """Return the registers of a worker's and of a stager's thread, where x has so many parts."""
+    return kinds_of_blocks(tile.boxed, parts)[tile.workers, tile.stagers, tile.min_blocks]
+
+
+def kinds_of_blocks(boxed: bool, parts: int) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """Return the registers by warpgroups and blocks a multiprocessor, where copies bring x or not."""
+    if not boxed:
+        return REGISTERS
+    return REGISTERS_OF_SPLIT if parts == 2 else REGISTERS_OF_BOXED
 
 
 def can_be_boxed(geometry: Geometry, layout: Layout, itemsize: int, channels: int) -> bool:
@@ -515,7 +530,7 @@ class Work:
             tuple(int(p % st != 0) for p, st in zip(g.pad_before, g.stride, strict=True)),
             run,
             planes.step,
-            boxes=precision != "tf32x3" and can_be_boxed(g, layout, itemsize, STEP_BYTES // itemsize),
+            boxes=can_be_boxed(g, layout, itemsize, STEP_BYTES // itemsize),
             whole_chunks=g.groups > 1,
         )
         self._derive()
@@ -555,6 +570,8 @@ class Work:
         if s.boxes:
             is_turned = max(s.stride) == 1 and s.c_out >= FEWEST_TURNED
             self.compared = COMPARED_OF_UNSTRIDED if is_turned else COMPARED_OF_BOXED
+            if s.products == 3:
+                self.compared = COMPARED_OF_SPLIT
 
     def with_pairs(self) -> Work:
         """Return the same with rows read in pairs, as most can be: it depends on extents, which a choice must not."""
@@ -579,6 +596,10 @@ class Work:
         """Return the wgmmas that a row of taps along W needs."""
         s = self.shape
         return 1 if tile.merge_w else s.kernel[2] // s.stride[2] if tile.join_w else s.kernel[2]
+
+    def sets_w(self, tile: Tile) -> int:
+        """Return the sets of accumulators of a row of taps along W, and so the chains of 3xTF32."""
+        return 1 if tile.merge_w or tile.join_w else self.live[2]
 
     def slots_of_chunk(self, tile: Tile) -> int:
         """Return the slots of weights for all taps along D and H."""
@@ -619,6 +640,10 @@ class Work:
         """Return how many sums of a slot's products an output adds up."""
         rows = [-(-k // step) for k, step in zip(self.shape.kernel[:2], self.steps[:2], strict=True)]
         return prod(rows) * -(-self.shape.c_in // self.chunk(tile))
+
+    def steps_of_chain(self, tile: Tile) -> int:
+        """Return how many pairs of pieces a chain of 3xTF32 multiplies, each three times."""
+        return -(-self.taps_w(tile) // self.sets_w(tile)) * tile.k_steps
 
     def unrolled(self, tile: Tile) -> int:
         """Return the wgmmas of a chunk, for all taps."""
@@ -682,6 +707,8 @@ class Work:
                 count = (34 if tile.slides else 36) + row // 2 + max(row - 32, 0)
                 if three:
                     count += 14 + 3 * row // 4 + min(outputs, 3) * min(tile.tiles_m, 4)
+                if three and tile.slides and tile.k_steps > 2:
+                    count += 3 * row // 2
             if tile.all_phases:
                 count += self.unrolled(tile) // 8
                 if not tile.resident:  # each row waits for its weights
@@ -711,7 +738,8 @@ class Work:
     def bytes_beside_box(self, tile: Tile) -> tuple[int, int, int]:
         """Return the shared memory beside a box and indices, how many places are stored to, and a position's bytes."""
         teams = tile.workers // tile.team
-        barriers = round_up(8 * 2 * (teams * tile.x_stages + tile.ring), 128)
+        landed = teams * tile.x_stages if tile.boxed and self.parts == 2 else 0
+        barriers = round_up(8 * (2 * (teams * tile.x_stages + tile.ring) + landed), 128)
         of_position = teams * tile.x_stages * self.parts * tile.k_steps * 2 * 16
         turned, targets = 4 * 8 * tile.tiles_c, 0
         if self.turns(tile):
@@ -782,7 +810,8 @@ class Work:
         self, tile: Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout, steps: Ints, channels: int
     ) -> TensorMap:
         """Return what copies need to know of x, to bring so many channels of positions that are `steps` apart."""
-        extents, kind = (geometry.n, geometry.c_in, *geometry.x_extent), "tf32" if dtype == "float32" else dtype
+        extents = (geometry.n, geometry.c_in, *geometry.x_extent)
+        kind = "tf32" if dtype == "float32" and self.parts == 1 else dtype  # copies round, but not what is split
         return TensorMap.of(kind, extents, layout.x, self.staged(tile, box.extent), steps, channels)
 
     def items(self, tile: Tile, d: int, h: int, w: int) -> int:
@@ -1026,17 +1055,25 @@ class Work:
         s, r, at_once = self.shape, BOXED, tile.min_blocks * tile.workers // tile.team
         chunks = -(-s.c_in // self.chunk(tile)) * self.depth(tile, box)
         rows, tiles_c = self.rows(tile), -(-s.c_out // (8 * tile.tiles_c))
-        products = chunks * rows * tile.tiles_m * tile.team * self.taps_w(tile) * tile.k_steps
+        slots = chunks * rows * tile.tiles_m * tile.team  # of each worker's tile
+        products = slots * self.taps_w(tile) * tile.k_steps * s.products
+        multiplied = products * (r.product + r.column * self.columns(tile))
+        staged = chunks * box.plane * self.pieces(tile) * 16  # bytes of x, as it comes
+        split = 0.0  # clocks of a block's threads
+        if self.parts == 2:
+            multiplied += slots * self.sets_w(tile) * r.chain
+            split = staged / (r.split * (128 * tile.stagers - 64))
         positions = prod(box.extent)
         outputs = positions * self.outputs(tile) * min(8 * tile.tiles_c, s.c_out)
         phases = 1 if tile.all_phases else s.stride[0] * s.stride[1]
         read = positions * s.c_in / tiles_c / phases
         weights = 0 if tile.resident else chunks * rows * self.slot_bytes(tile)
         bounds = (
-            products * (r.product + r.column * self.columns(tile)),
-            chunks * box.plane * self.pieces(tile) * 16 / r.copied + weights / r.weights,
+            multiplied,
+            staged / r.copied + weights / r.weights,
+            split / tile.min_blocks,
             (read + outputs * s.plane_step) * s.itemsize / r.memory,
-            chunks * r.stage / (tile.x_stages - 1) / at_once,
+            (chunks * r.stage + split) / (tile.x_stages - 1) / at_once,
             0 if tile.resident else chunks * rows * r.slot / (tile.ring - 1) / tile.min_blocks,
         )
         norm: float = sum(bound**r.norm for bound in bounds) ** (1 / r.norm)
@@ -1115,7 +1152,7 @@ def tiles(work: Work) -> Iterator[Tile]:
     along_w = ((False, False), (True, False), (False, True)) if may_join else ((False, False), (True, False))
     sizes = itertools.product(tiles_of_channels, (1, 2, 3, 4, 6, 8), (1, 2, 4), (False, True))
     # Where copies can bring x, they took less time in 84 of 88 problems.
-    boxed, kinds = shape.boxes, REGISTERS_OF_BOXED if shape.boxes else REGISTERS
+    boxed, kinds = shape.boxes, kinds_of_blocks(shape.boxes, work.parts)
     for (slides, merge_d), (workers, stagers, blocks), all_phases, (merge_w, join_w), size in itertools.product(
         along_d, kinds, (False, True), along_w, list(sizes)
     ):
@@ -1136,6 +1173,8 @@ def tiles(work: Work) -> Iterator[Tile]:
         if all_phases and work.unrolled(tile) > MAX_UNROLLED:
             continue
         if not work.turns(tile) and tiles_m * tiles_c * work.outputs(tile) > MAX_UNROLLED_STORES:
+            continue
+        if k_steps > 2 and shape.products == 3 and work.steps_of_chain(tile) > MAX_STEPS_OF_CHAIN:
             continue
         if k_steps > 1 and work.chunk(tile) >= 2 * shape.c_in:
             continue
@@ -1163,7 +1202,7 @@ def tiles(work: Work) -> Iterator[Tile]:
         late_rows = slides and not tile.resident and (shape.products == 1 or shape.out_channels_last)
         if late_rows and work.unrolled(tile) > MAX_UNROLLED_SLICE:  # likewise
             continue
-        if work.accumulators(tile) + work.other_registers(tile) > registers_of(tile)[0]:
+        if work.accumulators(tile) + work.other_registers(tile) > registers_of(tile, work.parts)[0]:
             continue
         if boxed and work.columns(tile) // 2 + BESIDE_SUMS > work.at_start(tile):
             continue

@@ -24,7 +24,8 @@
 // that the next one is staged while the result of the last is stored.
 //
 // With BOXED, bulk tensor copies bring channels-last x, a box of positions for each chunk of channels, of each a row of 32 to 128 bytes
-// in the swizzle of that width. No thread moves an element, and one for each team names the boxes. A wgmma may start at any row, too.
+// in the swizzle of that width. One thread for each team names the boxes, and none moves an element. A wgmma may start at any row, too.
+// For 3xTF32 one thread names all boxes, and other warps split what came, each number where it is: its low part goes to a second box.
 //
 // With OUT_RUN the phases along W of a position, consecutive outputs of a row, are stored by the thread that holds their sums.
 // Other results are turned in shared memory, but for channels-last ones (see wgmma_store.cuh).
@@ -118,7 +119,7 @@ static_assert(STRIDE_W % OUT_RUN == 0 && OUT_RUN * sizeof(Stored) <= 16, "a run 
 static_assert(!MERGE_W || OUT_RUN == 1 || REACH_W + FIRST_PHASE_W == 0, "taps whose sums are shifted are turned");
 static_assert(!JOIN_W || OUT_CHANNELS_LAST, "the first outputs of a run may be outside of the result");
 static_assert(!FILLS || !OUT_CHANNELS_LAST, "planes of one channel");
-static_assert(!BOXED || (X_CHANNELS_LAST && PARTS == 1 && !HALF_K), "boxes of channels-last x, multiplied as they come");
+static_assert(!BOXED || (X_CHANNELS_LAST && !HALF_K), "boxes of channels-last x, in whole pairs of pieces");
 static_assert(!BOXED || ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "rows of a swizzle");
 static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
 static_assert(!(SLIDES && TAKE_TURNS), "boxes at the edge have fewer slices, and all rings must be as far");
@@ -420,8 +421,9 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int set, Operand a, 
                 if (SETS_W > 1 && tap % AxisW::STEP != chain % SETS_W) continue;
 #pragma unroll
                 for (int k = 0; k < K_STEPS; ++k) {
-                    const int shift = start[chain / SETS_W] + shift_of(tap, pad);
-                    multiply_add<COLUMNS>(sums[chain % 2], a + shift + (part_a * K_STEPS + k) * 2 * plane,
+                    const Operand rows = a + (start[chain / SETS_W] + shift_of(tap, pad)) * NEXT_ROW;
+                    const int part_of_box = part_a * K_STEPS * 2 * plane;
+                    multiply_add<COLUMNS>(sums[chain % 2], rows + part_of_box + k * 2 * (BOXED ? 1 : plane),
                                           b + ((tap * K_STEPS + k) * PARTS + part_b) * OPERAND, accumulate);
                     accumulate = true;
                 }
@@ -727,18 +729,57 @@ __device__ __forceinline__ void bring_weights(Ring& ring, Piece* slots, const Pi
     }
 }
 
-// By one thread of a team: brings the boxes of a block's chunks, of one slice after the other if it slides.
-__device__ __forceinline__ void bring_boxes(Ring& ring, Piece* stages, const TensorMap& x, const Problem& p, const Staged& s,
-                                            const Block& b, const Rows& rows, int slices, int chunks) {
+// By one thread: brings the boxes of a block's chunks, of one slice after the other if it slides. They arrive at `landed`.
+__device__ __forceinline__ void bring_boxes(Ring& ring, Barrier* landed, Piece* stages, const TensorMap& x, const Problem& p,
+                                            const Staged& s, const Block& b, const Rows& rows, int slices, int chunks) {
     const int d = (int)b.d - rows.back_d() - REACH_D, h = (int)b.h - rows.back_h() - REACH_H, w = (int)b.w - REACH_W;
     for (int slice = 0; slice < slices; ++slice) {
         if (is_empty(b, slice, p)) continue;
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            Barrier* const full = ring.full + ring.place;
             ring.wait_until_free();
-            barrier_arrive_expecting(full, (unsigned)(s.d * s.h * s.w * ROW_BYTES));
+            barrier_arrive_expecting(landed + ring.place, (unsigned)(s.d * s.h * s.w * ROW_BYTES));
             copy_box(stages + ring.place * PLANES * s.plane, &x, b.group * (int)p.c_in + chunk * CHUNK, w, h,
-                     SLIDES ? (int)slice_of(b, slice) : d, b.n, full);
+                     SLIDES ? (int)slice_of(b, slice) : d, b.n, landed + ring.place);
+            ring.next<X_STAGES>();
+        }
+    }
+}
+
+// The threads that split what has landed: all stagers but the warp that names the boxes.
+constexpr int SPLITTERS = STAGERS - 32;
+
+// By these: splits so many pieces, each where it is. Their swizzle does not matter, as the low parts have the same.
+__device__ __forceinline__ void split_box(Piece* high, Piece* low, int pieces, int thread) {
+    constexpr int BATCH = 2;  // that a thread reads before it writes the first
+    for (int first = thread; first < pieces; first += BATCH * SPLITTERS) {
+        Channels raw[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i * SPLITTERS < pieces) raw[i] = *reinterpret_cast<const Channels*>(high + first + i * SPLITTERS);
+        issue_in_order();
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (first + i * SPLITTERS >= pieces) continue;
+            Piece parts[PARTS];
+            pack(raw[i], parts);
+            high[first + i * SPLITTERS] = parts[0];
+            low[first + i * SPLITTERS] = parts[PARTS - 1];
+        }
+    }
+}
+
+// By these: the boxes that `bring_boxes` brings, once each has landed. A thread publishes what it wrote before it says so, and
+// hence before workers free the stage: so the next copy to it, which comes after that, needs no further fence.
+__device__ __forceinline__ void split_boxes(Ring& ring, Barrier* landed, Piece* stages, const Problem& p, const Staged& s,
+                                            const Block& b, int slices, int chunks, int thread) {
+    for (int slice = 0; slice < slices; ++slice) {
+        if (is_empty(b, slice, p)) continue;
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            Piece* const high = stages + ring.place * PLANES * s.plane;
+            barrier_wait(landed + ring.place, ring.round & 1);
+            split_box(high, high + s.plane * NEXT_ROW, s.d * s.h * s.w * NEXT_ROW, thread);
+            publish_shared_writes();
+            barrier_arrive(ring.full + ring.place);
             ring.next<X_STAGES>();
         }
     }
@@ -761,7 +802,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
-    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM, BOXED ? 1 : STAGERS);
+    Barrier* const landed = SPLITS ? weight_ring.free + RING : x_ring.full;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < (SPLITS ? TEAMS * X_STAGES : 0); ++i) barrier_init(landed + i, 1);
+        init_barriers(x_ring, weight_ring, 4 * TEAM, SPLITS ? SPLITTERS : BOXED ? 1 : STAGERS);
+    }
 #if OUT_TURNED
     if (threadIdx.x < TEAMS * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
@@ -818,15 +863,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             }
             return;
         }
-        // A team's boxes are brought by one thread, of a warp of its own, which waits for no other team.
-        const int team = thread / 32;
-        if (lane || team >= TEAMS) return;
+        // A team's boxes are brought by one thread, of a warp of its own, which waits for no other team. Where they are split, one
+        // thread brings those of all teams, in the order in which the other warps split them.
+        constexpr int SERVED = SPLITS ? TEAMS : 1;  // teams
+        int team = SPLITS ? 0 : thread / 32;
+        const bool splits = SPLITS && thread >= 32;
+        if ((lane && !splits) || team >= TEAMS) return;
         Ring ring = x_ring.of_team(team);
         for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks;
-             index = next_box(index, TEAMS * gridDim.x, p)) {
+             index = next_box(index, TEAMS / SERVED * gridDim.x, p)) {
             const Block b = locate(index, p);
             const Rows rows(b);
-            if (rows.count()) bring_boxes(ring, stages + team * X_STAGES * PLANES * s.plane, x, p, s, b, rows, slices, chunks);
+            if (!rows.count()) continue;
+            Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
+            Barrier* const at = landed + team * (SPLITS ? 1 : 2) * X_STAGES;
+            if (splits) split_boxes(ring, at, own, p, s, b, slices, chunks, thread - 32);
+            else bring_boxes(ring, at, own, x, p, s, b, rows, slices, chunks);
+            if (SERVED == 1) continue;
+            if (++team == TEAMS) {  // all rings are as far as this one
+                team = 0;
+                x_ring.place = ring.place;
+                x_ring.round = ring.round;
+            }
+            ring = x_ring.of_team(team);
         }
 #else
         Item* const items = reinterpret_cast<Item*>(targets + (OUT_TURNED ? TARGETS * TEAM_THREADS : 0));

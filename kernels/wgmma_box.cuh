@@ -91,7 +91,9 @@ static_assert(!TAKE_TURNS || RESIDENT, "weights that pass by are for all workers
 static_assert(!(MERGE_W && OUT_CHANNELS_LAST), "sums of taps are shifted where they are turned");
 static_assert(!OUT_CHANNELS_LAST || OUT_RUN == 1, "a run is of one channel");
 
-constexpr int BARRIERS = 2 * (TEAMS * X_STAGES + RING);
+// Boxes that copies bring are multiplied as they come, or threads split them first.
+constexpr bool SPLITS = BOXED && PARTS == 2;
+constexpr int BARRIERS = 2 * (TEAMS * X_STAGES + RING) + (SPLITS ? TEAMS * X_STAGES : 0);
 constexpr int BARRIER_BYTES = round_up(8 * BARRIERS, 128);
 
 constexpr Index OUTSIDE = (Index)(INDEX64 ? 1ll << 46 : -(1ll << 31));  // an offset that no element has

@@ -70,9 +70,9 @@ def cases() -> dict[str, dict[str, Any]]:
 def boxed_cases() -> dict[str, dict[str, Any]]:
     """Return cases of channels-last x that bulk tensor copies bring: channels of whole 16 bytes, or of whole chunks."""
     found = {}
-    for index in range(18):
+    kinds = [KINDS[(1, 2, 0)[index % 3]] for index in range(18)] + 12 * [KINDS[3]]
+    for index, (dtype, precision) in enumerate(kinds):
         choose = random.Random(index)
-        dtype, precision = (("bfloat16", None), ("float32", "tf32"), ("float16", None))[index % 3]
         rank, out_last, tile, spec = 1 + index // 3 % 3, index % 4 > 0, None, None
         while tile is None or not serves(tile, spec, dtype, precision):
             spec, k_steps = draw_problem(choose, rank, True, out_last), choose.choice((1, 2, 4))
@@ -84,6 +84,17 @@ def boxed_cases() -> dict[str, dict[str, Any]]:
         device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)
         fields = {"precision": precision, "device": device, "plan": plan_with(tile, index % 3 == 1)}
         found[f"boxed-{index}-{precision or dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
+    # Slices that are split: kernel, stride, C_in, C_out and the tile.
+    table = (
+        ((3, 2, 3), (1, 1, 1), 24, 12, (2, 1, 1, 2, False, 2, 2, 3, False, False, False, 1, True)),
+        ((3, 3, 4), (2, 1, 2), 16, 9, (1, 1, 1, 1, False, 1, 4, 6, True, False, True, 2, True, False, True, True)),
+        ((3, 2, 2), (1, 1, 2), 40, 8, (2, 2, 1, 1, False, 4, 2, 3, False, False, False, 1, True, False, True)),
+    )
+    for index, (kernel, stride, c_in, c_out, tile) in enumerate(table):
+        spec = Specialisation(kernel, stride, (1, 1, 1), c_in, c_out, LAST, LAST if index else ROWS, groups=1)
+        plan = plan_with(dataclasses.replace(Tile(*tile), boxed=True), index == 2)
+        fields = {"precision": "tf32x3", "device": Device(90, (1, 2, 1)[index], SHARED_BYTES), "plan": plan}
+        found[f"boxed-slides-{index}"] = {"spec": spec, "dtype": "float32", **fields}
     return found
 
 
@@ -179,6 +190,7 @@ def packing_cases(others: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
         "boxed-5-float16-2d",
         "boxed-8-float16-3d",
         "boxed-12-bfloat16-2d",
+        "boxed-22-tf32x3-2d",
         "slides-1",  # merged taps along W
         "slides-2",  # merged along D, joined along W
         "runs-0",
@@ -210,7 +222,8 @@ def draw_tile(
 
     With `boxed_steps`, one of so many k steps whose x bulk tensor copies bring.
     """
-    workers, stagers, blocks = choose.choice(tuple(wgmma.REGISTERS_OF_BOXED if boxed_steps else wgmma.REGISTERS))
+    parts = 2 if precision == "tf32x3" else 1
+    workers, stagers, blocks = choose.choice(tuple(wgmma.kinds_of_blocks(boxed_steps > 0, parts)))
     stride = math.prod(spec.stride[:-1])
     taps = math.prod(spec.kernel[:-1])
     several = stride > 1

@@ -19,6 +19,7 @@ from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, Specialisation, ca
 from test_plan import problem_of
 
 import cuconvt
+from cuconvt.plan import Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -355,7 +356,7 @@ COPIED = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
+@FOR_TENSOR_CORES
 @pytest.mark.parametrize("name", COPIED)
 def test_boxes_of_channels_last_x(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
     from cuconvt import cuda, plan_phase_wgmma, warm
@@ -369,6 +370,45 @@ def test_boxes_of_channels_last_x(cupy: Any, name: str, dtype: str, precision: s
     with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
         check(COPIED[name], dtype, cupy, precision)
     assert plans[0].maps
+
+
+@pytest.fixture
+def split(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plan with one of the tiles for which bulk tensor copies bring x, to be split in two parts, drawn by a number."""
+    from cuconvt import cuda, warm
+    from cuconvt import plan_phase_wgmma as wgmma
+
+    def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
+        as_read, of_it = wgmma._batch_as_depth(geometry, layout)
+        every = list(wgmma.tiles(wgmma.Work(as_read, dtype, precision, of_it)))
+        for tile in random.Random(request.param).sample(every, len(every)):
+            found = wgmma.plan_phase_wgmma(geometry, dtype, layout, precision, device, tile)
+            if isinstance(found, Plan):
+                assert found.maps
+                return found
+        raise AssertionError("no tile serves")
+
+    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+        yield
+
+
+@pytest.mark.parametrize("split", range(4), indirect=True)
+@pytest.mark.parametrize("name", COPIED)
+def test_boxes_that_are_split(cupy: Any, split: None, name: str) -> None:
+    check(COPIED[name], "float32", cupy, "tf32x3")
+
+
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+@pytest.mark.parametrize("split", range(2), indirect=True)
+@pytest.mark.parametrize("name", ["volume", "image", "two_groups", "row_by_eight"])
+def test_special_values_of_boxes_that_are_split(cupy: Any, split: None, name: str, checked: Any) -> None:
+    problem = COPIED[name]
+
+    def last(array: Any) -> Any:
+        of_channels = array is None or array.ndim == 1
+        return to_gpu(array) if of_channels else place(array, problem.rank, "channels_last", cupy)[0]
+
+    checked(problem, last, "tf32x3")
 
 
 # Phases that differ in taps, in more boxes than the device holds blocks.

@@ -28,7 +28,7 @@ from host.execute import KernelError
 from hypothesis import given, seed, settings
 from shipped import OF_THE_PROBLEM, SIMT, shipped
 from special import check_denormals, check_infinities, check_scales
-from strategies import DTYPES, LAYOUTS, SIDES, Problem, Specialisation, case, problems
+from strategies import DTYPES, LAYOUTS, SIDES, Problem, Specialisation, case, place, problems
 from test_plan import problem_of, struct_fields
 
 from cuconvt.compile import kernel_folder
@@ -340,6 +340,32 @@ SPECIAL_CASES = [
 def test_special_values_of_three_products(family: str, name: str, checked: Callable[..., None]) -> None:
     with on_host(family, DEVICES[90], "tf32x3"):
         checked(FIXED[name], lambda array: array, "tf32x3")
+
+
+# Channels-last x that bulk tensor copies bring, and that is split where it lies.
+COPIED = {
+    "borders": case((1, 4, 4, 5, 6), 3, 3, padding=2, has_bias=True),
+    "several_chunks": case((2, 40, 5, 6), 33, 3, stride=2, padding=1, has_bias=True),
+    "two_groups": case((2, 32, 9), 24, 4, stride=2, groups=2, has_bias=True),
+    "dead_phases": case((2, 12, 4, 5, 6), 7, 3, stride=2, dilation=2, has_bias=True),
+}
+
+
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+@pytest.mark.parametrize("name", COPIED)
+def test_special_values_of_boxes(name: str, checked: Callable[..., None]) -> None:
+    problem, plans = COPIED[name], []
+
+    def plan(*arguments: Any) -> Plan:
+        plans.append(plan_family(*arguments))
+        return plans[-1]
+
+    def last(array: np.ndarray) -> np.ndarray:
+        return place(array, problem.rank, "channels_last")[0] if array.ndim > 1 else array
+
+    with on_host("phase_wgmma", DEVICES[90], "tf32x3", plan=plan):
+        checked(problem, last, "tf32x3")
+    assert all(plan.maps and plan.maps[0].dtype == "float32" for plan in plans)
 
 
 @pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])

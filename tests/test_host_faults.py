@@ -136,11 +136,15 @@ STAYING = dataclasses.replace(
 TOGETHER = dataclasses.replace(PASSING, workers=2, stagers=2, min_blocks=1)
 DEEP = dataclasses.replace(PASSING, k_steps=2)  # an item of x is read by another thread than has found it
 COPIED = dataclasses.replace(PASSING, min_blocks=1, workers=2, take_turns=False, boxed=True)  # boxes of channels-last x
+COPIED_IN_TURN = dataclasses.replace(
+    STAYING, stagers=1, all_phases=False, ring=9, boxed=True
+)  # of two teams, served by the same threads
 COPIED_SLICES = dataclasses.replace(COPIED, workers=1, min_blocks=2, slides=True, k_steps=2)
 LINE = case((2, 8, 67), 8, 3)  # fewer positions than rows of a wgmma
 BOXES = case((2, 17, 7, 21), 12, (3, 3), stride=2, padding=1)
 LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
 BOXES_LAST = case((2, 20, 7, 21), 12, (3, 3), stride=2, padding=1, **LAST)
+UNSTRIDED_LAST = case((5, 20, 7, 21), 12, (3, 3), padding=1, **LAST)  # several boxes for each team
 SLICES_LAST = case((1, 20, 7, 5, 9), 12, 3, **LAST)
 LINE_LAST = case((2, 20, 67), 8, 3, **LAST)
 
@@ -161,6 +165,10 @@ def phase_wgmma_fault(before: str, after: str, caught_by: str, *run_with: Any) -
 
 def copied_fault(before: str, after: str, caught_by: str, tile: Tile = COPIED, problem: Problem = BOXES_LAST) -> Fault:
     return phase_wgmma_fault(before, after, caught_by, tile, "tf32", problem)
+
+
+def split_fault(before: str, after: str, caught_by: str, tile: Tile = COPIED, problem: Problem = BOXES_LAST) -> Fault:
+    return phase_wgmma_fault(before, after, caught_by, tile, "tf32x3", problem)
 
 
 # Every other plane along D has no tap; its elements are more than are copied at a time.
@@ -479,9 +487,7 @@ FAULTS = {
         IN_USE,
     ),
     "x that is not published": phase_wgmma_fault(
-        "publish_shared_writes();\n                        barrier_arrive(ring",
-        "barrier_arrive(ring",
-        "did not publish",
+        "s, left, thread);\n                        publish_shared_writes();", "s, left, thread);", "did not publish"
     ),
     "zeros behind the box that are not published": phase_wgmma_fault(
         "publish_shared_writes();\n    __syncthreads();", "__syncthreads();", "did not publish", PASSING, "tf32", LINE
@@ -550,8 +556,8 @@ FAULTS = {
     ),
     "boxes that no worker waits for": copied_fault("                x_ring.wait_until_full();\n", "", UNFILLED),
     "no wait for a free stage of boxes": copied_fault(
-        "ring.wait_until_free();\n            barrier_arrive_expecting(full",
-        "barrier_arrive_expecting(full",
+        "ring.wait_until_free();\n            barrier_arrive_expecting(landed",
+        "barrier_arrive_expecting(landed",
         IN_USE + "|arrivals|in_flight",
     ),
     "boxes from the first position": copied_fault("w = (int)b.w - REACH_W;\n    for", "w = (int)b.w;\n    for", VALUES),
@@ -584,6 +590,43 @@ FAULTS = {
         "(round_up(before + slots",
         "(round_up(before + 0 * slots",
         IN_USE + "|" + VALUES + "|bulk copy",
+    ),
+    "no wait for a free stage of boxes to split": split_fault(
+        "ring.wait_until_free();\n            barrier_arrive_expecting(landed",
+        "barrier_arrive_expecting(landed",
+        IN_USE + "|arrivals|in_flight",
+    ),
+    "boxes that are split before they have landed": split_fault(
+        "            barrier_wait(landed + ring.place, ring.round & 1);\n", "", UNFILLED + "|in_flight|bulk copy"
+    ),
+    "boxes that are handed over as they come": split_fault(
+        "            split_box(high, high", "            if (false) split_box(high, high", UNFILLED
+    ),
+    "parts that are not published": split_fault(
+        "NEXT_ROW, thread);\npublish_shared_writes();", "NEXT_ROW, thread);", "did not publish"
+    ),
+    "a low part over the high one": split_fault(
+        "low[first + i * SPLITTERS] = parts", "high[first + i * SPLITTERS] = parts", UNFILLED
+    ),
+    "the high part for both": split_fault("part_a * K_STEPS * 2 * plane", "0 * plane", VALUES),
+    "a position that is not split": split_fault(
+        "high + s.plane * NEXT_ROW, s.d * s.h * s.w * NEXT_ROW",
+        "high + s.plane * NEXT_ROW, (s.d * s.h * s.w - 1) * NEXT_ROW",
+        UNFILLED,
+    ),
+    "the first team's boxes awaited for each": split_fault(
+        "split_boxes(ring, at, own",
+        "split_boxes(ring, landed, own",
+        "arrivals|not all threads reach|bulk copies bring|" + UNFILLED,
+        COPIED_IN_TURN,
+        UNSTRIDED_LAST,
+    ),
+    "stages of the team before": split_fault(
+        "x_ring.round = ring.round;\n            }\n            ring =",
+        "}\n            ring =",
+        "arrivals|not all threads reach|bulk copies bring|in_flight|" + IN_USE,
+        COPIED_IN_TURN,
+        UNSTRIDED_LAST,
     ),
     "a team with the other one's stages": phase_wgmma_fault(
         "    x_ring = x_ring.of_team(team);\n", "", UNFILLED + "|not all threads reach|arrives at|" + VALUES, STAYING

@@ -980,7 +980,8 @@ BROUGHT = (
     (64, 1, (9, 9), "bfloat16", None, True),
     (40, 1, (9, 9), "float16", None, True),
     (36, 1, (9, 9), "float32", "tf32", True),
-    (64, 1, (9, 9), "float32", "tf32x3", False),  # which is split
+    (64, 1, (9, 9), "float32", "tf32x3", True),
+    (34, 1, (9, 9), "float32", "tf32x3", False),  # rows of 136 bytes
     (36, 1, (9, 9), "bfloat16", None, False),  # rows of 72 bytes
     (64, 2, (9, 9), "bfloat16", None, True),
     (96, 2, (9, 9), "float32", "tf32", True),
@@ -1000,6 +1001,7 @@ def test_bulk_copies_bring_channels_last_x(
     assert isinstance(plan, Plan)
     assert plan.tile.boxed == bool(plan.maps) == bool(dict(plan.defines)["BOXED"]) == brought
     if brought:
+        assert plan.maps[0].dtype == ("float32" if precision == "tf32x3" else precision or dtype)
         chunk = plan.maps[0].channels
         assert plan.maps[0].row_bytes in (32, 64, 128)
         assert groups == 1 or geometry.c_in_per_group % chunk == 0
