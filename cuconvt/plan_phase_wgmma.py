@@ -300,8 +300,9 @@ def plan_tile(
         )
     )
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
-    slots = geometry.groups * tiles_c * chunks * work.slots_of_chunk(tile)
-    packs_itself = blocks <= held and work.blocks_can_pack(tile, chunks)
+    packed_words = chunks * work.slots_of_chunk(tile) * work.slot_bytes(tile) // 4  # of a tile of channels
+    packed_a_thread = 4 * work.parts * work.packed_pieces(2 * tile.k_steps)
+    packs_itself = blocks <= held and work.blocks_can_pack(tile, packed_words // packed_a_thread)
     return Plan(
         kernel="phase_wgmma",
         defines=defines,
@@ -318,8 +319,8 @@ def plan_tile(
             (planes.extent, planes.first),
         ),
         cost=cost * every,
-        packed_words=0 if packs_itself else slots * work.slot_bytes(tile) // 4,
-        packed_a_thread=4 * work.parts * work.packed_pieces(2 * tile.k_steps),
+        packed_words=0 if packs_itself else geometry.groups * tiles_c * packed_words,
+        packed_a_thread=packed_a_thread,
         maps=(work.map_of_x(tile, box, dtype, geometry, layout, (1, 1, 1), work.chunk(tile)),) if tile.boxed else (),
         tile=tile,
     )
@@ -605,11 +606,9 @@ class Work:
         """Return the slots of weights for all taps along D and H."""
         return (1 if tile.merge_d else self.shape.kernel[0]) * self.shape.kernel[1]
 
-    def blocks_can_pack(self, tile: Tile, chunks: int) -> bool:
+    def blocks_can_pack(self, tile: Tile, packs: int) -> bool:
         """Whether a block may pack the weights that it needs itself, all of a tile, which saves a launch."""
-        s = self.shape
-        packs = prod(s.kernel) * 8 * tile.tiles_c * (2 * tile.k_steps // self.packed_pieces(2 * tile.k_steps)) * chunks
-        needs_all = tile.all_phases or tile.slides or s.stride[0] * s.stride[1] == 1
+        needs_all = tile.all_phases or tile.slides or self.shape.stride[0] * self.shape.stride[1] == 1
         return tile.resident and needs_all and packs <= PACKS_A_THREAD * 128 * tile.workers
 
     def turns(self, tile: Tile) -> bool:

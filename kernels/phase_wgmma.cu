@@ -699,7 +699,7 @@ __device__ __forceinline__ void pack_own_weights(Ring& ring, Piece* slots, const
             if (first + i * WORKER_THREADS < count) write_weights(slots, weights[i]);
     }
     publish_shared_writes();
-    warps_sync(5, WORKER_THREADS);
+    warps_sync(5, WORKER_THREADS);  // 1 is the stagers' barrier, 2 to 4 are teams'
     for (int i = threadIdx.x; i < RING; i += WORKER_THREADS) barrier_arrive(ring.full + i);
 }
 
@@ -802,7 +802,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
-    Barrier* const landed = SPLITS ? weight_ring.free + RING : x_ring.full;
+    Barrier* const landed = weight_ring.free + RING;  // where x is split
     if (threadIdx.x == 0) {
         for (int i = 0; i < (SPLITS ? TEAMS * X_STAGES : 0); ++i) barrier_init(landed + i, 1);
         init_barriers(x_ring, weight_ring, 4 * TEAM, SPLITS ? SPLITTERS : BOXED ? 1 : STAGERS);
@@ -876,7 +876,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Rows rows(b);
             if (!rows.count()) continue;
             Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
-            Barrier* const at = landed + team * (SPLITS ? 1 : 2) * X_STAGES;
+            Barrier* const at = SPLITS ? landed + team * X_STAGES : ring.full;
             if (splits) split_boxes(ring, at, own, p, s, b, slices, chunks, thread - 32);
             else bring_boxes(ring, at, own, x, p, s, b, rows, slices, chunks);
             if (SERVED == 1) continue;

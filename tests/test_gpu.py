@@ -411,6 +411,51 @@ def test_special_values_of_boxes_that_are_split(cupy: Any, split: None, name: st
     checked(problem, last, "tf32x3")
 
 
+# So few boxes that each has a block, which packs the weights that it needs: of blocks that slide, own all phases or
+# one, of several groups and tiles of channels, with planes that no tap reaches.
+PACKED_BY_BLOCKS = {
+    "volume": case((1, 16, 8, 8, 8), 16, 3, 2, 1, 1, has_bias=True),
+    "image": case((2, 16, 9, 13), 40, 3, padding=1),
+    "row": case((3, 24, 70), 12, 7, padding=3, has_bias=True),
+    "by_three": case((1, 20, 12, 11), 9, 3, (2, 3), has_bias=True),
+    "groups": case((2, 48, 9, 13), 48, 3, padding=1, groups=2, has_bias=True),
+    "planes": case((1, 12, 4, 5, 9), 8, 3, 2, 1, dilation=2, has_bias=True),
+}
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", PACKED_BY_BLOCKS)
+def test_blocks_that_pack_their_weights(
+    cupy: Any, name: str, layout: str, dtype: str, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cuconvt import cuda, warm
+    from cuconvt import plan_phase_wgmma as wgmma
+
+    problem = dataclasses.replace(PACKED_BY_BLOCKS[name], x_layout=layout, out_layout=layout)
+    values = problem.arrays(DTYPES[dtype])
+    x = place(values[0], problem.rank, layout, cupy)[0]
+    weight, bias = (None if array is None else to_gpu(array) for array in values[1:])
+    packed, results = [], []
+
+    def plan(*of_problem: Any) -> Any:
+        found = wgmma.plan_phase_wgmma(*of_problem)
+        packed.append(found.packed_words)
+        return found
+
+    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+        check(problem, dtype, cupy, precision)
+        results.append(call(problem, x, weight, bias, precision=precision))
+    assert not any(packed)
+
+    monkeypatch.setattr(wgmma, "PACKS_A_THREAD", 0)
+    packed.clear()
+    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+        results.append(call(problem, x, weight, bias, precision=precision))
+    assert all(packed)
+    assert to_numpy(results[0]).tobytes() == to_numpy(results[1]).tobytes()
+
+
 # Phases that differ in taps, in more boxes than the device holds blocks.
 UNEVEN = {
     "volume": case((3, 40, 15, 20, 33), 72, 3, 2, 1, 1, has_bias=True),

@@ -513,16 +513,20 @@ def test_few_boxes_take_one_launch_of_the_same_code(dtype: str, precision: str |
     assert one.grid == problem_of(one)["blocks"][0]
 
 
-def test_blocks_pack_no_weights_that_they_do_not_need_or_that_are_many() -> None:
-    # Phases apart, a block has the taps of one; several boxes a block; weights that pass by.
-    for problem in (
-        case((1, 64, 6, 6, 6), 64, 3, 2),
-        case((8, 48, 64, 64, 64), 48, 3),
-        case((1, 512, 4, 4), 256, 4, 2),
-    ):
-        plan = wgmma_or_refusal(problem)
-        assert isinstance(plan, Plan)
-        assert plan.packed_words > 0
+@pytest.mark.parametrize(
+    ("problem", "boxes_a_block", "stay"),
+    [
+        (case((1, 64, 6, 6, 6), 64, 3, 2), 1, True),  # 55 KB of them
+        (case((8, 48, 64, 64, 64), 48, 3), 4, True),
+        (case((1, 512, 4, 4), 256, 4, 2), 1, False),
+    ],
+    ids=["many", "several-boxes", "passing"],
+)
+def test_blocks_do_not_pack_weights(problem: Problem, boxes_a_block: int, stay: bool) -> None:
+    plan = wgmma_or_refusal(problem)
+    assert isinstance(plan, Plan)
+    assert (problem_of(plan)["blocks"][0] // plan.grid, plan.tile.resident) == (boxes_a_block, stay)
+    assert plan.packed_words > 0
 
 
 # Measured to take 0.4 to 0.8 times as long as with phase_gemm, or with narrow_groups, which estimates had put first.
