@@ -34,7 +34,7 @@ FAMILIES = sorted(file.stem for file in compiler.kernel_folder().glob("*.cu"))
 PLANNED = [(family, arch) for family in FAMILIES for arch in DEVICES if family not in HOPPER or arch == 90]
 ASKED_FOR = os.environ.get("RESOURCES", "some")
 # Plans of a kernel that are compiled by default, others for each architecture.
-SOME, OTHERWISE = {"gather": 10, "few_channels": 8}, 4
+SOME, OTHERWISE = {"gather": 4, "few_channels": 4}, 2
 LIKE_80 = 86, 89  # for which kernels are compiled much alike: half as many do
 REGISTERS = 65536  # of a multiprocessor
 REGISTER_UNIT = 8  # of a thread
@@ -116,7 +116,7 @@ def test_many_accumulators_do_not_spill(kernel: int, dtype: str) -> None:
 
 
 # Stores of two groups have spilled registers where no tap reaches many outputs, and four blocks of them on Blackwell.
-@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("arch", [90, 100])
 def test_two_narrow_groups_do_not_spill(arch: int) -> None:
     skip_if_unknown(arch)
     for kernel, stride in ((2, 3), (3, 1), (3, 2), (4, 2)):
