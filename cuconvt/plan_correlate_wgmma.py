@@ -40,13 +40,13 @@ from cuconvt.plan_phase_wgmma import (
     MAX_COLUMNS,
     MAX_POSITIONS,
     POSITIONS,
-    REGISTERS_OF_BOXED,
     RESIDENT_BYTES,
     SECTOR,
     SHARED_BYTES_A_CLOCK,
     WIDE,
     Box,
     Shape,
+    kinds_of_blocks,
 )
 from cuconvt.plan_search import cheapest_tile, of_tile, remembered, step_of_size
 from cuconvt.plan_turned import turned
@@ -111,10 +111,15 @@ class StridedRates(NamedTuple):
     box: float = 412  # clocks
     outputs: float = 5.9  # clocks of 32 results
     norm: float = 2.2
+    # Of 3xTF32: clocks of a chain besides its products, and bytes of x that a thread splits in a clock.
+    chain: float = 0
+    split: float = inf
     positions: tuple[int, int] = (100, POSITIONS)
 
 
 STRIDED = StridedRates()
+# Of 3xTF32, with a stride or without: fitted to 120 tiles' times for 18 problems (12% rms; 16% for 25 others).
+SPLIT = StridedRates(product=10.3, stage=630, slot=176, box=1846, norm=1.13, chain=31.9, split=0.355)
 STRIDED_LEVEL = 1.1  # of the estimates that are compared with those of other tiles and kernels
 COPIED_BYTES_A_CLOCK, COPIED_ROW_CLOCKS = 250, 1.75  # of such copies: a row takes as long, besides its bytes
 COPIED_WEIGHTS_A_CLOCK = 107  # bytes beside them
@@ -123,6 +128,10 @@ TURNS = 0.95  # of the estimated time without a stride, where workers take turns
 # The cost that is compared with other kernels': without a stride; with one, where it was faster than they wherever it
 # was measured; and with fewer channels of the result than were measured.
 BOXED_COMPARED, MEASURED_CHANNELS = (1.15, 0.6, 1.35), 32
+# Likewise for 3xTF32, without a stride and with one. Without a stride plan_phase_wgmma expects too little of the same
+# problem where that is small: in 17 of several taps this kernel took less time, or at most 2% more.
+SPLIT_COMPARED = 1.7, 0.85
+TURNED_SPLIT = 0.53
 BATCH_CLOCKS = 1180  # in which a thread loads a batch and stores it
 ALONE = {1: 1.15, 3: 1.3}  # by products: times as long as by two workers
 OTHERS = 0.65  # the other kernels' estimates are as much more optimistic, beyond what the forward's are
@@ -198,10 +207,13 @@ def plan_correlate_wgmma(
 def _tile_of_size(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile
 ) -> Tile:
-    """Return the tile whose boxes take the least time for so many positions, or the given one without a stride."""
+    """Return the tile whose boxes take the least time for so many positions, or the given one.
+
+    That is where `Work.clocks_of_norm` estimates it.
+    """
     g, read = as_read(geometry, layout, tile.fold)
     work = Work(g, read, dtype, precision, tile.fold)
-    if work.unstrided or min(*g.out_extent, g.n) == 0:
+    if (work.unstrided and work.parts == 1) or min(*g.out_extent, g.n) == 0:
         return tile
     extents = tuple(map(step_of_size, g.out_extent))
     of_size = choose_tile_of_size(work.shape, step_of_size(g.n) * g.groups, extents, device)
@@ -219,9 +231,14 @@ def plan_turned_correlate_wgmma(
         return Refusal("correlate_wgmma", reason)
     if geometry.c_out_per_group < FEWEST_TURNED:
         return Refusal("correlate_wgmma", f"serves at least {FEWEST_TURNED} channels of a group's result")
+    if precision == "tf32x3" and prod(geometry.kernel) == 1:
+        return Refusal("correlate_wgmma", "several taps share what is split for them")
     if not Work(*as_read(*correlation), dtype, precision).shape.boxes:
         return Refusal("correlate_wgmma", "bulk tensor copies cannot bring x")
-    return plan_correlate_wgmma(correlation[0], dtype, correlation[1], precision, device, tile)
+    plan = plan_correlate_wgmma(correlation[0], dtype, correlation[1], precision, device, tile)
+    if isinstance(plan, Refusal) or precision != "tf32x3":
+        return plan
+    return dataclasses.replace(plan, cost=TURNED_SPLIT * plan.cost)
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
@@ -244,12 +261,13 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
 def _can_fold(geometry: Geometry, layout: Layout, dtype: str, precision: str | None) -> bool:
     """Whether taps along W can be channels of what is read, so that a row is of up to 128 bytes of memory.
 
-    They follow each other where kernel = stride, and copies can bring them.
+    They follow each other where kernel = stride, and copies can bring them. In 3xTF32 they are no channels, nor are
+    groups joined: that has not been measured.
     """
     g, taps, itemsize = geometry, geometry.kernel[2], 4 if dtype == "float32" else 2
     if not taps_follow_each_other(g) or (layout.out[1], layout.out[4]) != (1, g.c_out):
         return False
-    if taps * g.c_out * itemsize > FOLDED_BYTES:
+    if taps * g.c_out * itemsize > FOLDED_BYTES or precision == "tf32x3":
         return False
     return Work(*as_read(g, layout, taps), dtype, precision).shape.boxes
 
@@ -327,6 +345,8 @@ def plan_tile(
     defines = phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers)
     unstrided, strided, narrow = BOXED_COMPARED
     compared = narrow if g.c_out_per_group < MEASURED_CHANNELS else unstrided if work.unstrided else strided
+    if work.parts == 2:
+        compared = SPLIT_COMPARED[0 if work.unstrided else 1]
     slots = g.groups * tiles_c * work.slots(tile)
     weights = g.groups * tiles_c if tile.resident else 1
     pieces = 1 if tile.joined > 1 or tile.fold > 1 else work.packed_pieces(2 * tile.class_steps)  # that a thread packs
@@ -385,7 +405,7 @@ class Work(phase_wgmma.Work):
             layout.out_channels_last,
             pairs=False,
             late=(0, 0, 0),
-            boxes=precision != "tf32x3"
+            boxes=(precision != "tf32x3" or fold == joined == 1)
             and phase_wgmma.can_be_boxed(g, layout, itemsize, 1 if joined > 1 else CHANNELS),
             fold=fold,
             joined=joined,
@@ -478,7 +498,7 @@ class Work(phase_wgmma.Work):
             return None
         need = self.accumulators(tile) + self.other_registers(tile)
         of_kind = tile.workers, tile.stagers, tile.min_blocks
-        shares = (REGISTERS_OF_BOXED[of_kind],) if tile.boxed else REGISTERS[of_kind]
+        shares = (kinds_of_blocks(True, self.parts)[of_kind],) if tile.boxed else REGISTERS[of_kind]
         return next((share for share in shares if share[0] >= need), None)
 
     def has_runs(self, tile: Tile) -> bool:
@@ -546,8 +566,8 @@ class Work(phase_wgmma.Work):
         """Estimate a multiprocessor's clocks for one box."""
         assert isinstance(tile, Tile)
         s, columns = self.shape, self.columns(tile)
-        if tile.boxed and not self.unstrided and s.joined == 1:
-            return STRIDED_LEVEL * self.clocks_of_strided_box(tile, box) * self._last_round(tile, STRIDED.positions)
+        if tile.boxed and s.joined == 1 and (s.products == 3 or not self.unstrided):
+            return STRIDED_LEVEL * self.clocks_of_norm(tile, box) * self._last_round(tile, STRIDED.positions)
         rates = (JOINED_BOXES if s.joined > 1 else UNSTRIDED_BOXES) if tile.boxed else BY_THREADS
         rows = s.kernel[0] * s.kernel[1] * -(-s.c_in // self.channels(tile))  # of taps along W
         products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team * s.products
@@ -616,22 +636,27 @@ class Work(phase_wgmma.Work):
 
     def _clocks_of_boxes(self, tile: Tile, box: Box, boxes: int, device: Device) -> float:
         rounds = -(-boxes // (device.multiprocessors * self._at_once(tile)))
-        return rounds * self._at_once(tile) * self.clocks_of_strided_box(tile, box)
+        return rounds * self._at_once(tile) * self.clocks_of_norm(tile, box)
 
     def _at_once(self, tile: phase_wgmma.Tile) -> int:
         """Return how many boxes a multiprocessor has at a time."""
         return tile.min_blocks * tile.workers // tile.team
 
-    def clocks_of_strided_box(self, tile: Tile, box: Box) -> float:
-        """Estimate a multiprocessor's clocks for one box that copies bring with a stride.
+    def clocks_of_norm(self, tile: Tile, box: Box) -> float:
+        """Estimate a multiprocessor's clocks for one box that copies bring, with a stride or to be split.
 
         What bounds them adds to each other as in a norm.
         """
-        s, r = self.shape, STRIDED
+        s, r = self.shape, SPLIT if self.parts == 2 else STRIDED
         stages, at_once = self.stages(tile), self._at_once(tile)
         rows = s.kernel[0] * s.kernel[1] * -(-s.c_in // self.channels(tile))  # of taps along W
-        products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team
-        staged = stages * box.plane * tile.k_steps * 32  # bytes of x
+        products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team * s.products
+        multiplied = products * (r.product + r.column * self.columns(tile))
+        staged = stages * box.plane * tile.k_steps * 32  # bytes of x, as it comes
+        split = 0.0  # clocks of a block's threads
+        if self.parts == 2:
+            multiplied += self.slots(tile) * tile.tiles_m * tile.team * r.chain
+            split = staged / (r.split * (128 * tile.stagers - 64))
         positions, tiles_c = prod(box.extent), -(-s.c_out // (8 * tile.tiles_c))
         outputs = positions * min(8 * tile.tiles_c, s.c_out)
         copies = staged / r.copied + staged / (32 * tile.class_steps) * r.row
@@ -641,10 +666,11 @@ class Work(phase_wgmma.Work):
             waits_for_weights = self.slots(tile) * r.slot / (tile.ring - 1) / tile.min_blocks
         read = positions * prod(self.live) * s.c_in * s.itemsize / tiles_c
         bounds = (
-            products * (r.product + r.column * self.columns(tile)),
+            multiplied,
             copies,
+            split / tile.min_blocks,
             (read + outputs * s.itemsize) / r.memory,
-            stages * r.stage / (tile.x_stages - 1) / at_once,
+            (stages * r.stage + split) / (tile.x_stages - 1) / at_once,
             waits_for_weights,
         )
         norm: float = sum(bound**r.norm for bound in bounds) ** (1 / r.norm)
@@ -698,10 +724,11 @@ def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
     shape = work.shape
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
-    boxed_kinds = [(kind, True) for kind in REGISTERS_OF_BOXED] if work.can_be_boxed else []
-    # Without a stride, boxes have the least estimated time wherever they fit: in all of 1056 problems.
+    boxed_kinds = [(kind, True) for kind in kinds_of_blocks(True, work.parts)] if work.can_be_boxed else []
+    # Without a stride, boxes have the least estimated time wherever they fit: in all of 1056 problems. In 3xTF32 they
+    # took less time than pieces that threads copy, or at most 7% more.
     many_classes = any(count > most for count, most in zip(work.live, MAX_CLASSES, strict=True))
-    alone = boxed_kinds and (max(shape.stride) == 1 or shape.fold > 1 or many_classes)
+    alone = boxed_kinds and (max(shape.stride) == 1 or shape.fold > 1 or many_classes or shape.products == 3)
     kinds = boxed_kinds if alone else [*((kind, False) for kind in REGISTERS), *boxed_kinds]
     for ((workers, stagers, blocks), boxed), merge_w, tiles_c, tiles_m, classes, steps, deep in itertools.product(
         kinds,

@@ -17,6 +17,7 @@
 //
 // With BOXED, bulk tensor copies bring channels-last x: of each class a box of positions, each a row of 32 to 128 bytes of channels
 // in the swizzle of that width. No thread moves an element, and one names the boxes. A wgmma may start at any row, too.
+// For 3xTF32 other warps split what came, each number where it is: its low part goes to a second box.
 //
 // With FOLD, where kernel and stride are equal along W and x is channels-last, the taps along W are channels of x: in memory, these
 // follow each other.
@@ -63,7 +64,7 @@ constexpr int CHUNK = PIECES * PIECE;
 constexpr int PACKED_PIECES = JOINED > 1 || FOLD > 1 || PHASES > 1 ? 1 : packed_pieces(PIECES);  // that a thread packs
 
 constexpr int ROW_BYTES = PIECES * 16;  // of a position, with BOXED
-static_assert(!BOXED || (X_CHANNELS_LAST && !MERGE_W && PARTS == 1), "boxes of channels-last x, multiplied as they come");
+static_assert(!BOXED || (X_CHANNELS_LAST && !MERGE_W), "boxes of channels-last x");
 static_assert(!BOXED || ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "rows of a swizzle");
 // From a position to the next one, in pieces.
 constexpr int NEXT_ROW = BOXED ? PIECES : 1;
@@ -400,7 +401,7 @@ __device__ __forceinline__ void multiply(Accumulators& acc, int slot, Operand a,
     };
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-        const Operand rows = a + start[tile];
+        const Operand rows = a + start[tile] * NEXT_ROW;
         wgmma_fence();
         // The small products come first.
         multiply_parts<C>(sums[tile % 2], slot, rows, b, plane, 1, 0, false);
@@ -450,19 +451,35 @@ __device__ __forceinline__ void multiply_slot(Accumulators& acc, int slot, Opera
 
 // ---- boxes of x ------------------------------------------------------------------------------------------------------
 
-// By one thread: brings a box of each class of the stages of a block.
-__device__ __forceinline__ void bring_boxes(Ring& ring, Piece* stages, const TensorMap& x, const Problem& p, const Staged& s,
-                                            const Block& b, int chunks) {
+// By one thread: brings a box of each class of the stages of a block. They arrive at `landed`.
+__device__ __forceinline__ void bring_boxes(Ring& ring, Barrier* landed, Piece* stages, const TensorMap& x, const Problem& p,
+                                            const Staged& s, const Block& b, int chunks) {
     const int at_d = (int)(b.d * STRIDE_D - (Index)p.pad[0]), at_h = (int)(b.h * STRIDE_H - (Index)p.pad[1]);
     const int at_w = (int)(b.w * STRIDE_W - (Index)p.pad[2]), channel = (int)(b.group * p.c_in);
     each_stage<SETS_W>(chunks, [&](int d, int h, int set, int chunk) {
-        Barrier* const full = ring.full + ring.place;
+        Piece* const boxes = stages + ring.place * PLANES * s.plane;
         ring.wait_until_free();
-        barrier_arrive_expecting(full, (unsigned)(CLASSES * s.d * s.h * s.w * ROW_BYTES));
+        barrier_arrive_expecting(landed + ring.place, (unsigned)(CLASSES * s.d * s.h * s.w * ROW_BYTES));
 #pragma unroll
         for (int i = 0; i < CLASSES; ++i)
-            copy_box(stages + (ring.place * CLASSES + i) * PIECES * s.plane, &x, channel + chunk * CHUNK,
-                     at_w + (set * CLASSES + i) * DILATION_W, at_h + h * DILATION_H, at_d + d * DILATION_D, (int)b.n, full);
+            copy_box(boxes + i * PIECES * s.plane, &x, channel + chunk * CHUNK, at_w + (set * CLASSES + i) * DILATION_W,
+                     at_h + h * DILATION_H, at_d + d * DILATION_D, (int)b.n, landed + ring.place);
+        ring.next<X_STAGES>();
+    });
+}
+
+// By those that split: the boxes that `bring_boxes` brings, once they have landed. A thread publishes what it wrote before it says
+// so, and hence before workers free the stage: so the next copy to it, which comes after that, needs no further fence.
+__device__ __forceinline__ void split_boxes(Ring& ring, Barrier* landed, Piece* stages, const Staged& s, int chunks, int thread) {
+    each_stage<SETS_W>(chunks, [&](int, int, int, int) {
+        barrier_wait(landed + ring.place, ring.round & 1);
+#pragma unroll 1
+        for (int i = 0; i < CLASSES; ++i) {
+            Piece* const high = stages + (ring.place * PLANES + i * PIECES) * s.plane;
+            split_box(high, high + CLASSES * PIECES * s.plane, s.d * s.h * s.w * PIECES, thread);
+        }
+        publish_shared_writes();
+        barrier_arrive(ring.full + ring.place);
         ring.next<X_STAGES>();
     });
 }
@@ -485,7 +502,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
-    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM, BOXED ? 1 : STAGERS);
+    Barrier* const landed = SPLITS ? weight_ring.free + RING : x_ring.full;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < (SPLITS ? TEAMS * X_STAGES : 0); ++i) barrier_init(landed + i, 1);
+        init_barriers(x_ring, weight_ring, 4 * TEAM, SPLITS ? SPLITTERS : BOXED ? 1 : STAGERS);
+    }
 #if !OUT_CHANNELS_LAST
     if (threadIdx.x < TEAMS * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
@@ -493,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
     // Rows of no use are read: behind the box, and where a class along D has less of a halo than others.
     // Of boxes, the copies write all but what is behind.
-    constexpr int BOXES = BOXED ? TEAMS * X_STAGES * CLASSES : 1;
+    constexpr int BOXES = BOXED ? TEAMS * X_STAGES * PARTS * CLASSES : 1;
     const int of_box = TEAMS * X_STAGES * PLANES * s.plane / BOXES, written = BOXED ? s.d * s.h * s.w * PIECES : 0;
 #pragma unroll 1
     for (int box = 0; box < BOXES; ++box)
@@ -522,13 +543,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             }
             return;
         }
-        // A team's boxes are brought by one thread, of a warp of its own, which waits for no other team.
-        const int team = thread / 32;
-        if (lane || team >= TEAMS) return;
+        // A team's boxes are brought by one thread, of a warp of its own, which waits for no other team. Where they are split, one
+        // thread brings those of all teams, in the order in which the other warps split them.
+        constexpr int SERVED = SPLITS ? TEAMS : 1;  // teams
+        int team = SPLITS ? 0 : thread / 32;
+        const bool splits = SPLITS && thread >= 32;
+        if ((lane && !splits) || team >= TEAMS) return;
         if (X_TURNED) wait_for_kernel_before();
         Ring ring = x_ring.of_team(team);
-        for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS * gridDim.x)
-            bring_boxes(ring, stages + team * X_STAGES * PLANES * s.plane, x, p, s, locate(index, p), chunks);
+        for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS / SERVED * gridDim.x) {
+            Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
+            Barrier* const at = landed + team * (SPLITS ? 1 : 2) * X_STAGES;
+            if (splits) split_boxes(ring, at, own, s, chunks, thread - 32);
+            else bring_boxes(ring, at, own, x, p, s, locate(index, p), chunks);
+            if (SERVED == 1) continue;
+            if (++team == TEAMS) {  // all rings are as far as this one
+                team = 0;
+                x_ring.place = ring.place;
+                x_ring.round = ring.round;
+            }
+            ring = x_ring.of_team(team);
+        }
 #else
         int team = 0;
         const int count = s.d * s.h * s.w;  // of copied positions, at most: rounding or splitting others again is harmless

@@ -745,29 +745,6 @@ __device__ __forceinline__ void bring_boxes(Ring& ring, Barrier* landed, Piece* 
     }
 }
 
-// The threads that split what has landed: all stagers but the warp that names the boxes.
-constexpr int SPLITTERS = STAGERS - 32;
-
-// By these: splits so many pieces, each where it is. Their swizzle does not matter, as the low parts have the same.
-__device__ __forceinline__ void split_box(Piece* high, Piece* low, int pieces, int thread) {
-    constexpr int BATCH = 2;  // that a thread reads before it writes the first
-    for (int first = thread; first < pieces; first += BATCH * SPLITTERS) {
-        Channels raw[BATCH];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (first + i * SPLITTERS < pieces) raw[i] = *reinterpret_cast<const Channels*>(high + first + i * SPLITTERS);
-        issue_in_order();
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            if (first + i * SPLITTERS >= pieces) continue;
-            Piece parts[PARTS];
-            pack(raw[i], parts);
-            high[first + i * SPLITTERS] = parts[0];
-            low[first + i * SPLITTERS] = parts[PARTS - 1];
-        }
-    }
-}
-
 // By these: the boxes that `bring_boxes` brings, once each has landed. A thread publishes what it wrote before it says so, and
 // hence before workers free the stage: so the next copy to it, which comes after that, needs no further fence.
 __device__ __forceinline__ void split_boxes(Ring& ring, Barrier* landed, Piece* stages, const Problem& p, const Staged& s,

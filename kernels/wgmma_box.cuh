@@ -193,6 +193,31 @@ template <int ROW_BYTES> __device__ __forceinline__ Operand describe_stages(cons
     else return describe(stages, plane * 16, eight * 16);
 }
 
+// ---- boxes of x that are split -----------------------------------------------------------------------------------------
+
+// The threads that split what has landed: all stagers but the warp that names the boxes.
+constexpr int SPLITTERS = STAGERS - 32;
+
+// By these: splits so many pieces, each where it is. Their swizzle does not matter, as the low parts have the same.
+__device__ __forceinline__ void split_box(Piece* high, Piece* low, int pieces, int thread) {
+    constexpr int BATCH = 2;  // that a thread reads before it writes the first
+    for (int first = thread; first < pieces; first += BATCH * SPLITTERS) {
+        Channels raw[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (first + i * SPLITTERS < pieces) raw[i] = *reinterpret_cast<const Channels*>(high + first + i * SPLITTERS);
+        issue_in_order();
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (first + i * SPLITTERS >= pieces) continue;
+            Piece parts[PARTS];
+            pack(raw[i], parts);
+            high[first + i * SPLITTERS] = parts[0];
+            low[first + i * SPLITTERS] = parts[PARTS - 1];
+        }
+    }
+}
+
 // ---- asynchronous copies of channels-last x --------------------------------------------------------------------------
 
 // Rounds or splits what the thread itself has copied, once it is there: the kernel's own, as it knows what that is.

@@ -363,10 +363,17 @@ def test_boxes(cupy: Any, boxed: None, name: str, dtype: str, precision: str | N
     check("input", BOXED[name], dtype, cupy, precision, calls=2)
 
 
+@pytest.mark.parametrize("boxed", range(6), indirect=True)
+@pytest.mark.parametrize("name", [name for name in BOXED if not name.startswith("joined")])
+def test_boxes_that_are_split(cupy: Any, boxed: None, name: str) -> None:
+    check("input", BOXED[name], "float32", cupy, "tf32x3", calls=2)
+
+
 @pytest.mark.parametrize("boxed", range(2), indirect=True)
 @pytest.mark.parametrize("name", ["upsampling", "odd", "one_axis"])
-def test_special_values_of_boxes(cupy: Any, boxed: None, name: str) -> None:
-    special_values_land_where_the_definition_puts_them(BOXED[name], "tf32", "channels_last")
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+def test_special_values_of_boxes(cupy: Any, boxed: None, name: str, precision: str) -> None:
+    special_values_land_where_the_definition_puts_them(BOXED[name], precision, "channels_last")
 
 
 # Kernel = stride: rows that are aligned for loads and stores of several elements or not; any number of channels.

@@ -306,6 +306,13 @@ BOXED = dataclasses.replace(
     faulty_case(Tile(2, 1, 1, 2, False, 4, 2, 3, False, False, False, 1, classes=2, boxed=True), copied=True),
     patches=True,
 )
+SPLIT = dataclasses.replace(BOXED, dtype="float32", precision="tf32x3")
+SPLIT_IN_TURN = dataclasses.replace(
+    SPLIT,
+    spec=specialisation((3, 3), (1, 1), (1, 1), (12, 8), (False, True)),
+    tile=Tile(2, 1, 1, 2, False, 1, 2, 3, True, True, False, 1, boxed=True),
+    patches=False,
+)
 FLAT = dataclasses.replace(BOXED, patches=False)
 TURNED = dataclasses.replace(
     BOXED, spec=specialisation((3, 3), (2, 2), (1, 1), (12, 40), (False, False)), patches=False, turns=True
@@ -388,10 +395,59 @@ FAULTS = {
     ),
     "boxes that no worker waits for": ("            x_ring.wait_until_full();\n", "", UNWRITTEN + "|" + IN_USE, BOXED),
     "no wait for a free stage of boxes": (
-        "        ring.wait_until_free();\n        barrier_arrive_expecting(full",
-        "        barrier_arrive_expecting(full",
+        "        ring.wait_until_free();\n        barrier_arrive_expecting(landed",
+        "        barrier_arrive_expecting(landed",
         IN_USE + "|arrivals|in_flight",
         BOXED,
+    ),
+    "no wait for a free stage of boxes to split": (
+        "        ring.wait_until_free();\n        barrier_arrive_expecting(landed",
+        "        barrier_arrive_expecting(landed",
+        IN_USE + "|arrivals|in_flight",
+        SPLIT,
+    ),
+    "boxes that are split before they have landed": (
+        "        barrier_wait(landed + ring.place, ring.round & 1);\n",
+        "",
+        UNWRITTEN + "|in_flight|bulk copy|" + TOO_EARLY,
+        SPLIT,
+    ),
+    "boxes that are handed over as they come": (
+        "            split_box(high, high",
+        "            if (false) split_box(high, high",
+        UNWRITTEN + "|" + TOO_EARLY,
+        SPLIT,
+    ),
+    "parts that are not published": (
+        "PIECES, thread);\n}\npublish_shared_writes();",
+        "PIECES, thread);\n}",
+        "did not publish",
+        SPLIT,
+    ),
+    "low parts of the next class": (
+        "high + CLASSES * PIECES * s.plane",
+        "high + PIECES * s.plane",
+        VALUES + "|" + IN_USE + "|" + UNWRITTEN + "|" + TOO_EARLY,
+        SPLIT,
+    ),
+    "the high part for both": ("(part_a * CLASSES + of.number)", "(0 * CLASSES + of.number)", VALUES, SPLIT),
+    "a piece that is not split": (
+        "s.d * s.h * s.w * PIECES, thread);",
+        "s.d * s.h * s.w * PIECES - 1, thread);",
+        UNWRITTEN + "|" + VALUES,
+        SPLIT,
+    ),
+    "boxes of the first team for each": (
+        "split_boxes(ring, at, own",
+        "split_boxes(ring, landed, own",
+        "arrivals|not all threads reach|bulk copies bring|" + UNWRITTEN + "|" + IN_USE,
+        SPLIT_IN_TURN,
+    ),
+    "stages of the team before": (
+        "x_ring.round = ring.round;\n            }\n            ring =",
+        "}\n            ring =",
+        "arrivals|not all threads reach|bulk copies bring|in_flight|" + IN_USE,
+        SPLIT_IN_TURN,
     ),
     "boxes without the padding": (
         "b.w * STRIDE_W - (Index)p.pad[2]), channel",
@@ -399,7 +455,7 @@ FAULTS = {
         VALUES,
         BOXED,
     ),
-    "boxes of another class": ("(set * CLASSES + i) * DILATION_W, at_h", "0, at_h", VALUES, BOXED),
+    "boxes of another class": ("at_w + (set * CLASSES + i) * DILATION_W,\n", "at_w,\n", VALUES, BOXED),
     "boxes of the first channels": ("channel + chunk * CHUNK,", "channel,", VALUES, BOXED),
     "bytes of boxes that nobody announced": (
         "(unsigned)(CLASSES * s.d * s.h",
@@ -449,6 +505,6 @@ def test_fault_is_caught(name: str) -> None:
         run(this, plant(kernel_sources("correlate_wgmma.cu"), before, after))
 
 
-@pytest.mark.parametrize("this", [PASSING, MERGED, COPIED, BOXED, TURNED, JOINS])
+@pytest.mark.parametrize("this", [PASSING, MERGED, COPIED, BOXED, SPLIT, SPLIT_IN_TURN, TURNED, JOINS])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this, kernel_sources("correlate_wgmma.cu"))

@@ -106,8 +106,8 @@ FAULTS = {
         "input",
         ("float32", "tf32x3"),
         "correlate_wgmma.cu",
-        "(X_TURNED && !BOXED)",
-        "false",
+        "if (X_TURNED) wait_for_kernel_before();\nRing",
+        "Ring",
         KERNEL_BEFORE,
     ),
 }
