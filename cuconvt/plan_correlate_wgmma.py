@@ -111,7 +111,7 @@ class StridedRates(NamedTuple):
     box: float = 412  # clocks
     outputs: float = 5.9  # clocks of 32 results
     norm: float = 2.2
-    # Of 3xTF32: clocks of a chain besides its products, and bytes of x that a thread splits in a clock.
+    # Of 3xTF32 alone: clocks of a chain besides its products, and bytes of x that a thread splits in a clock.
     chain: float = 0
     split: float = inf
     positions: tuple[int, int] = (100, POSITIONS)
@@ -235,18 +235,26 @@ def plan_turned_correlate_wgmma(
         return Refusal("correlate_wgmma", "several taps share what is split for them")
     if not Work(*as_read(*correlation), dtype, precision).shape.boxes:
         return Refusal("correlate_wgmma", "bulk tensor copies cannot bring x")
-    plan = plan_correlate_wgmma(correlation[0], dtype, correlation[1], precision, device, tile)
+    return _compared_turned(
+        plan_correlate_wgmma(correlation[0], dtype, correlation[1], precision, device, tile), precision
+    )
+
+
+def _compared_turned(plan: Plan | Refusal, precision: str | None) -> Plan | Refusal:
+    """Return the plan with the cost that is compared with those of transposed convolutions."""
     if isinstance(plan, Refusal) or precision != "tf32x3":
         return plan
     return dataclasses.replace(plan, cost=TURNED_SPLIT * plan.cost)
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
-    """Yield a plan of such a transposed convolution for every tile that fits, among them the one that is proposed."""
+    """Yield the plan of such a transposed convolution that is proposed, and one for every other tile that fits."""
     correlation = turned(geometry, layout)
-    if isinstance(plan_turned_correlate_wgmma(geometry, dtype, layout, precision, device), Refusal):
+    proposed = plan_turned_correlate_wgmma(geometry, dtype, layout, precision, device)
+    if isinstance(proposed, Refusal):
         return
     assert correlation is not None
+    yield proposed
     work = Work(*as_read(*correlation), dtype, precision)
     for tile in tiles(work):
         cost = work.typical_cost(tile, device) if tile.boxed else None
@@ -254,7 +262,8 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
             continue
         longer = phase_wgmma.with_longer_ring(work, tile, cost, device)
         plan = plan_tile(correlation[0], dtype, correlation[1], precision, device, longer, cost)
-        if isinstance(plan, Plan):
+        plan = _compared_turned(plan, precision)
+        if isinstance(plan, Plan) and plan.defines != proposed.defines:
             yield plan
 
 
@@ -344,9 +353,10 @@ def plan_tile(
         return Refusal("correlate_wgmma", "the sums of this tile do not fit into registers")
     defines = phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers)
     unstrided, strided, narrow = BOXED_COMPARED
-    compared = narrow if g.c_out_per_group < MEASURED_CHANNELS else unstrided if work.unstrided else strided
     if work.parts == 2:
-        compared = SPLIT_COMPARED[0 if work.unstrided else 1]
+        unstrided, strided = SPLIT_COMPARED
+    elif g.c_out_per_group < MEASURED_CHANNELS:
+        unstrided = strided = narrow
     slots = g.groups * tiles_c * work.slots(tile)
     weights = g.groups * tiles_c if tile.resident else 1
     pieces = 1 if tile.joined > 1 or tile.fold > 1 else work.packed_pieces(2 * tile.class_steps)  # that a thread packs
@@ -364,7 +374,12 @@ def plan_tile(
             False,
             work.parameters(tile, box, blocks, g.pad_before[2] if x_vector and not read.x_channels_last else 0),
         ),
-        cost=OTHERS * (compared if tile.boxed else 1) * cost * prod(g.out_extent) * g.groups * g.n,
+        cost=OTHERS
+        * ((unstrided if work.unstrided else strided) if tile.boxed else 1)
+        * cost
+        * prod(g.out_extent)
+        * g.groups
+        * g.n,
         packed_words=slots * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts * pieces // tile.joined,
         maps=(work.map_of_x(tile, box, dtype, g, read, g.stride, work.channels(tile)),) if tile.boxed else (),
@@ -653,10 +668,8 @@ class Work(phase_wgmma.Work):
         products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team * s.products
         multiplied = products * (r.product + r.column * self.columns(tile))
         staged = stages * box.plane * tile.k_steps * 32  # bytes of x, as it comes
-        split = 0.0  # clocks of a block's threads
-        if self.parts == 2:
-            multiplied += self.slots(tile) * tile.tiles_m * tile.team * r.chain
-            split = staged / (r.split * (128 * tile.stagers - 64))
+        multiplied += self.slots(tile) * tile.tiles_m * tile.team * r.chain
+        split = staged / (r.split * (128 * tile.stagers - 64))  # clocks of a block's threads
         positions, tiles_c = prod(box.extent), -(-s.c_out // (8 * tile.tiles_c))
         outputs = positions * min(8 * tile.tiles_c, s.c_out)
         copies = staged / r.copied + staged / (32 * tile.class_steps) * r.row

@@ -502,11 +502,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
-    Barrier* const landed = SPLITS ? weight_ring.free + RING : x_ring.full;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < (SPLITS ? TEAMS * X_STAGES : 0); ++i) barrier_init(landed + i, 1);
-        init_barriers(x_ring, weight_ring, 4 * TEAM, SPLITS ? SPLITTERS : BOXED ? 1 : STAGERS);
-    }
+    Barrier* const landed = weight_ring.free + RING;  // where x is split
+    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM);
 #if !OUT_CHANNELS_LAST
     if (threadIdx.x < TEAMS * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
@@ -553,15 +550,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Ring ring = x_ring.of_team(team);
         for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS / SERVED * gridDim.x) {
             Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
-            Barrier* const at = landed + team * (SPLITS ? 1 : 2) * X_STAGES;
+            Barrier* const at = SPLITS ? landed + team * X_STAGES : ring.full;
             if (splits) split_boxes(ring, at, own, s, chunks, thread - 32);
             else bring_boxes(ring, at, own, x, p, s, locate(index, p), chunks);
             if (SERVED == 1) continue;
-            if (++team == TEAMS) {  // all rings are as far as this one
-                team = 0;
-                x_ring.place = ring.place;
-                x_ring.round = ring.round;
-            }
+            team = next_team(team, x_ring, ring);
             ring = x_ring.of_team(team);
         }
 #else
@@ -596,11 +589,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
                 ring.next<X_STAGES>();
             });
-            if (++team == TEAMS) {  // all rings are as far as this one
-                team = 0;
-                x_ring.place = ring.place;
-                x_ring.round = ring.round;
-            }
+            team = next_team(team, x_ring, ring);
         }
         while (under_way.count > 0) hand_over<0>(under_way, stages, x_ring.full, count, s.plane, thread);
 #endif

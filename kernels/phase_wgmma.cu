@@ -780,10 +780,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
     Barrier* const landed = weight_ring.free + RING;  // where x is split
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < (SPLITS ? TEAMS * X_STAGES : 0); ++i) barrier_init(landed + i, 1);
-        init_barriers(x_ring, weight_ring, 4 * TEAM, SPLITS ? SPLITTERS : BOXED ? 1 : STAGERS);
-    }
+    if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM);
 #if OUT_TURNED
     if (threadIdx.x < TEAMS * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
@@ -857,11 +854,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             if (splits) split_boxes(ring, at, own, p, s, b, slices, chunks, thread - 32);
             else bring_boxes(ring, at, own, x, p, s, b, rows, slices, chunks);
             if (SERVED == 1) continue;
-            if (++team == TEAMS) {  // all rings are as far as this one
-                team = 0;
-                x_ring.place = ring.place;
-                x_ring.round = ring.round;
-            }
+            team = next_team(team, x_ring, ring);
             ring = x_ring.of_team(team);
         }
 #else
@@ -910,11 +903,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
                 if (SLIDES) from -= chunks * (CHUNK * p.x_stride[1]);
             }
-            if (++team == TEAMS) {  // all rings are as far as this one
-                team = 0;
-                x_ring.place = ring.place;
-                x_ring.round = ring.round;
-            }
+            team = next_team(team, x_ring, ring);
         }
         while (under_way.count > 0) hand_over<0>(under_way, stages, x_ring.full, count, s.plane, thread);
 #endif

@@ -164,13 +164,25 @@ struct Ring {
     }
 };
 
+// The team whose box is next. After the last team's, the rings of all are as far as its own.
+__device__ __forceinline__ int next_team(int team, Ring& x_ring, const Ring& ring) {
+    if (++team < TEAMS) return team;
+    x_ring.place = ring.place;
+    x_ring.round = ring.round;
+    return 0;
+}
+
+// The threads that split boxes which have landed: all stagers but the warp that names the boxes. So many fill a stage.
+constexpr int SPLITTERS = STAGERS - 32;
+constexpr int FILLERS = SPLITS ? SPLITTERS : BOXED ? 1 : STAGERS;
+
 // By one thread, before the block's barrier. So many threads of a team say that they are done with a stage: one of each warp, or
-// all, if these have read it themselves; and so many that they have filled one.
-__device__ __forceinline__ void init_barriers(const Ring& x_ring, const Ring& weight_ring, int readers = 4 * TEAM,
-                                              int fillers = STAGERS) {
+// all, if these have read it themselves. Behind the rings are the barriers at which boxes land that are split.
+__device__ __forceinline__ void init_barriers(const Ring& x_ring, const Ring& weight_ring, int readers = 4 * TEAM) {
+    for (int i = 0; i < (SPLITS ? TEAMS * X_STAGES : 0); ++i) barrier_init(weight_ring.free + RING + i, 1);
     for (int i = 0; i < TEAMS * X_STAGES; ++i) {
         Barrier* const full = x_ring.of_team(i / X_STAGES).full + i % X_STAGES;
-        barrier_init(full, fillers);
+        barrier_init(full, FILLERS);
         barrier_init(full + X_STAGES, readers);
     }
     for (int i = 0; i < RING; ++i) {
@@ -195,10 +207,7 @@ template <int ROW_BYTES> __device__ __forceinline__ Operand describe_stages(cons
 
 // ---- boxes of x that are split -----------------------------------------------------------------------------------------
 
-// The threads that split what has landed: all stagers but the warp that names the boxes.
-constexpr int SPLITTERS = STAGERS - 32;
-
-// By these: splits so many pieces, each where it is. Their swizzle does not matter, as the low parts have the same.
+// By those that split: so many pieces, each where it is. Their swizzle does not matter, as the low parts have the same.
 __device__ __forceinline__ void split_box(Piece* high, Piece* low, int pieces, int thread) {
     constexpr int BATCH = 2;  // that a thread reads before it writes the first
     for (int first = thread; first < pieces; first += BATCH * SPLITTERS) {

@@ -444,8 +444,8 @@ FAULTS = {
         SPLIT_IN_TURN,
     ),
     "stages of the team before": (
-        "x_ring.round = ring.round;\n            }\n            ring =",
-        "}\n            ring =",
+        "x_ring.round = ring.round;\n",
+        "",
         "arrivals|not all threads reach|bulk copies bring|in_flight|" + IN_USE,
         SPLIT_IN_TURN,
     ),

@@ -622,8 +622,8 @@ FAULTS = {
         UNSTRIDED_LAST,
     ),
     "stages of the team before": split_fault(
-        "x_ring.round = ring.round;\n            }\n            ring =",
-        "}\n            ring =",
+        "x_ring.round = ring.round;\n",
+        "",
         "arrivals|not all threads reach|bulk copies bring|in_flight|" + IN_USE,
         COPIED_IN_TURN,
         UNSTRIDED_LAST,

@@ -106,11 +106,22 @@ FAULTS = {
         "input",
         ("float32", "tf32x3"),
         "correlate_wgmma.cu",
+        "(X_TURNED && !BOXED)",
+        "false",
+        KERNEL_BEFORE,
+    ),
+    "no box that waits for the kernel that copies": (
+        "input",
+        ("float32", "tf32x3"),
+        "correlate_wgmma.cu",
         "if (X_TURNED) wait_for_kernel_before();\nRing",
         "Ring",
         KERNEL_BEFORE,
     ),
 }
+
+
+OTHERS = {"no wait for the kernel that copies": "few_of_a_group"}  # the problems of faults that the usual one lacks
 
 
 @on_the_host
@@ -120,7 +131,7 @@ def test_fault_is_caught(name: str) -> None:
     texts = kernel_sources(f"{KERNELS[operation][0]}.cu")
     sources = {**texts, **plant({file: texts[file]}, before, after)}
     with pytest.raises(AssertionError, match=caught_by):
-        run(operation, ALIKE["speech"], *kind, sources)
+        run(operation, ALIKE[OTHERS.get(name, "speech")], *kind, sources)
 
 
 def test_the_problem_without_a_stride() -> None:
