@@ -502,7 +502,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
-    Barrier* const landed = weight_ring.free + RING;  // where x is split
     if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM);
 #if !OUT_CHANNELS_LAST
     if (threadIdx.x < TEAMS * SLICES * 8)
@@ -550,9 +549,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Ring ring = x_ring.of_team(team);
         for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index += TEAMS / SERVED * gridDim.x) {
             Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
-            Barrier* const at = SPLITS ? landed + team * X_STAGES : ring.full;
-            if (splits) split_boxes(ring, at, own, s, chunks, thread - 32);
-            else bring_boxes(ring, at, own, x, p, s, locate(index, p), chunks);
+            Barrier* const landed = SPLITS ? weight_ring.free + RING + team * X_STAGES : ring.full;
+            if (splits) split_boxes(ring, landed, own, s, chunks, thread - 32);
+            else bring_boxes(ring, landed, own, x, p, s, locate(index, p), chunks);
             if (SERVED == 1) continue;
             team = next_team(team, x_ring, ring);
             ring = x_ring.of_team(team);

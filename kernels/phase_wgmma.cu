@@ -779,7 +779,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
-    Barrier* const landed = weight_ring.free + RING;  // where x is split
     if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM);
 #if OUT_TURNED
     if (threadIdx.x < TEAMS * SLICES * 8)
@@ -850,9 +849,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const Rows rows(b);
             if (!rows.count()) continue;
             Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
-            Barrier* const at = SPLITS ? landed + team * X_STAGES : ring.full;
-            if (splits) split_boxes(ring, at, own, p, s, b, slices, chunks, thread - 32);
-            else bring_boxes(ring, at, own, x, p, s, b, rows, slices, chunks);
+            Barrier* const landed = SPLITS ? weight_ring.free + RING + team * X_STAGES : ring.full;
+            if (splits) split_boxes(ring, landed, own, p, s, b, slices, chunks, thread - 32);
+            else bring_boxes(ring, landed, own, x, p, s, b, rows, slices, chunks);
             if (SERVED == 1) continue;
             team = next_team(team, x_ring, ring);
             ring = x_ring.of_team(team);

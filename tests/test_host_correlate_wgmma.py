@@ -438,8 +438,8 @@ FAULTS = {
         SPLIT,
     ),
     "boxes of the first team for each": (
-        "split_boxes(ring, at, own",
         "split_boxes(ring, landed, own",
+        "split_boxes(ring, weight_ring.free + RING, own",
         "arrivals|not all threads reach|bulk copies bring|" + UNWRITTEN + "|" + IN_USE,
         SPLIT_IN_TURN,
     ),

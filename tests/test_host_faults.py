@@ -615,8 +615,8 @@ FAULTS = {
         UNFILLED,
     ),
     "the first team's boxes awaited for each": split_fault(
-        "split_boxes(ring, at, own",
         "split_boxes(ring, landed, own",
+        "split_boxes(ring, weight_ring.free + RING, own",
         "arrivals|not all threads reach|bulk copies bring|" + UNFILLED,
         COPIED_IN_TURN,
         UNSTRIDED_LAST,
