@@ -46,6 +46,7 @@ LOAD_CLOCKS = 1400  # in which it waits for x, where that is not loaded ahead
 BLOCK_CLOCKS = 3000  # in which a block starts
 WEIGHT_BYTES_A_CLOCK = 40  # that come for a block
 COMPARED = 1.3  # the other kernels' estimates are as much more pessimistic
+OF_PIECES = 1.87  # of that, what it takes longer to store a run of a row in pieces of less than 16 bytes
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _plan_tile(
             _outputs_at_once(g, layout, work, tile),
             (along[0], along[1], row, per_part, parts, 0, count, *(magic(divisor) for divisor in divisors), 0),
         ),
-        cost=COMPARED * work.clocks(tile) * all_positions(g),
+        cost=work.compared(tile) * work.clocks(tile) * all_positions(g),
         packed_words=sets * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,
@@ -277,6 +278,12 @@ class Work:
         copied = 20 if s.x_channels_last and s.itemsize == 4 and not tile.ahead else 0
         places = 3 * max(0, 2 * tile.tiles_m // tile.run - 2)  # of further runs
         return sums + 4 * steps * (2 if tile.ahead else 1) + 46 + copied + places
+
+    def compared(self, tile: Tile) -> float:
+        """Return the cost that is compared with other kernels', relative to the estimated time."""
+        s, at_once = self.shape, self.at_once(tile)
+        in_pieces = not s.out_channels_last and at_once < tile.run * s.kernel[2] and at_once * s.itemsize < 16
+        return COMPARED * (OF_PIECES if in_pieces else 1)
 
     def clocks(self, tile: Tile) -> float:
         """Estimate a multiprocessor's clocks for a position, with all its outputs."""

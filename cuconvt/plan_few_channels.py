@@ -22,6 +22,7 @@ from cuconvt.plan import (
     positions,
     problem_parameters,
     refuse_steps,
+    refuse_tensor_cores,
     round_up,
     span,
 )
@@ -44,6 +45,7 @@ BYTES_A_CLOCK = 18
 # How much longer some channels take than the rest of the estimate says, measured on an H200: where each lane reads
 # another line of channels-last x, or where there are many and the rows of a plane are those of a batch, and otherwise.
 SLOW, OTHERWISE = 8, 2.3
+OF_SINGLE_ROWS = 2.6  # of that, rows of many channels with one axis, beside the tensor cores' kernels: of 9 layers
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,9 @@ def plan_few_channels(
     if blocks * chunks > MAX_GRID or rows * tiles_w >= 2**31 - THREADS:
         return Refusal("few_channels", f"{blocks * chunks} blocks are more than a launch takes ({MAX_GRID})")
 
+    in_single_rows = geometry.rank == 1 and geometry.c_in_per_group >= MANY and not layout.x_channels_last
+    beside_tensor_cores = refuse_tensor_cores(dtype, precision, device) is None
+    compared = OF_SINGLE_ROWS if in_single_rows and beside_tensor_cores else 1
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         *axis_macros(KERNEL=geometry.kernel, STRIDE=geometry.stride, DILATION=geometry.dilation),
@@ -111,7 +116,9 @@ def plan_few_channels(
         block=THREADS,
         shared_bytes=work.shared_bytes(tile),
         problem=problem_parameters(geometry, layout, (chunks, rows, tiles_w, tiles_c)),
-        cost=max(work.clocks_a_position(tile, device), work.memory_clocks_a_position()) * all_positions(geometry),
+        cost=compared
+        * max(work.clocks_a_position(tile, device), work.memory_clocks_a_position())
+        * all_positions(geometry),
         tile=tile,
     )
 

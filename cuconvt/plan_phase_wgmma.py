@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, gcd, log, prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from cuconvt.geometry import Geometry
@@ -88,12 +89,13 @@ DEEP = 0.85  # of the waits for chunks are left where four of them are staged ah
 DEEP_OF_ROWS = 0.35  # likewise, of rows that are not split: then a chunk has a third of the products to hide them
 SLOT_CLOCKS = 700  # that a slot of weights takes at least: of three in turn, that far ahead of their use
 SECTOR = 32  # bytes that memory writes at least
+ATOM = 64  # bytes that it writes best: blocks that share these took up to twice as long, where writing bounds them
 COMPARED = 0.93  # the other kernels' estimates are as much more optimistic
 COMPARED_OF_ROWS = 0.78  # where x is float32 in rows
 COMPARED_OF_TF32_LAST = 0.85  # where x is channels-last
 COMPARED_OF_16_BITS = 0.65
 COMPARED_OF_BOXED = 0.5  # where bulk tensor copies bring x
-COMPARED_OF_SPLIT = 1.2  # likewise, for 3xTF32: not fitted, but near the estimates of threads that copy pieces
+COMPARED_OF_SPLIT, COMPARED_OF_SPLIT_GROUPS = 1.05, 0.75  # likewise, for 3xTF32
 COMPARED_OF_UNSTRIDED = 0.95  # instead, without a stride and with as many channels as plan_correlate_wgmma serves
 FEWEST_TURNED = 40  # channels of a result that it serves: with fewer, this kernel took 0.4 to 0.8 times as long
 ROW_ENDS = 16  # outputs more than a row has take as long to write
@@ -112,10 +114,12 @@ class BoxedRates(NamedTuple):
     box: float = 970  # clocks of a box, or of a slice that is stored
     outputs: float = 1.34  # clocks of 32 results
     norm: float = 2.7
-    # Of 3xTF32, counted from its instructions and yet to be fitted: clocks of a chain besides its products, and bytes
-    # of x that a thread splits in a clock.
+    # What writing takes longer where other blocks write the rest of 64 bytes, by the bytes of a number: of 12 problems.
+    parts_of_atoms: Mapping[int, float] = MappingProxyType({4: 1.6, 2: 1.15})
+    # Of 3xTF32: clocks of a chain besides its products, and bytes of x that a thread splits in a clock: of 1345 tiles'
+    # times (14% rms).
     chain: float = 40
-    split: float = 0.25
+    split: float = 0.18
     positions: tuple[int, int] = (200, 400)  # for each multiprocessor, of a layer of many channels and of another one
 
 
@@ -572,7 +576,7 @@ class Work:
             is_turned = max(s.stride) == 1 and s.c_out >= FEWEST_TURNED
             self.compared = COMPARED_OF_UNSTRIDED if is_turned else COMPARED_OF_BOXED
             if s.products == 3:
-                self.compared = COMPARED_OF_SPLIT
+                self.compared = COMPARED_OF_SPLIT_GROUPS if s.whole_chunks else COMPARED_OF_SPLIT
 
     def with_pairs(self) -> Work:
         """Return the same with rows read in pairs, as most can be: it depends on extents, which a choice must not."""
@@ -1064,6 +1068,7 @@ class Work:
             split = staged / (r.split * (128 * tile.stagers - 64))
         positions = prod(box.extent)
         outputs = positions * self.outputs(tile) * min(8 * tile.tiles_c, s.c_out)
+        is_part = 8 * tile.tiles_c * s.itemsize < ATOM <= s.c_out * s.itemsize
         phases = 1 if tile.all_phases else s.stride[0] * s.stride[1]
         read = positions * s.c_in / tiles_c / phases
         weights = 0 if tile.resident else chunks * rows * self.slot_bytes(tile)
@@ -1071,7 +1076,7 @@ class Work:
             multiplied,
             staged / r.copied + weights / r.weights,
             split / tile.min_blocks,
-            (read + outputs * s.plane_step) * s.itemsize / r.memory,
+            (read + outputs * s.plane_step * (r.parts_of_atoms[s.itemsize] if is_part else 1)) * s.itemsize / r.memory,
             (chunks * r.stage + split) / (tile.x_stages - 1) / at_once,
             0 if tile.resident else chunks * rows * r.slot / (tile.ring - 1) / tile.min_blocks,
         )

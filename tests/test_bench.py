@@ -188,10 +188,9 @@ def test_names_and_parameters_parse() -> None:
 
 
 def test_the_lists_of_layers_are_of_cases() -> None:
-    texts = [
-        text for name in ("layers", "more_layers") for text in (ROOT / f"benchmarks/{name}.txt").read_text().split()
-    ]
-    assert len(unique([parse_case(text) for text in texts])) == len(texts) > 80
+    files = [ROOT / f"benchmarks/{name}.txt" for name in ("layers", "more_layers", "chosen_layers")]
+    texts = [text for file in files for text in file.read_text().split()]
+    assert len(unique([parse_case(text) for text in texts])) == len(texts) > 140
 
 
 @pytest.mark.parametrize(
