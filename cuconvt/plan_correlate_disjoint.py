@@ -51,6 +51,7 @@ WORD_CLOCKS = 9  # likewise, for each word that a thread loads
 SPLIT_CLOCKS = 7.6  # and splits
 SUM_CLOCKS = 33  # likewise, for each sum that it stores
 COMPARED = 0.69  # the other kernels' estimates are as much more optimistic
+WIDE, OF_WIDE_ROWS = 256, 1.4  # channels of x, and what rows of 16 bits take longer where there are as many
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def plan_correlate_disjoint(
             _outputs_at_once(g, read, work, tile),
             (*g.out_extent[:2], row, work.units(tile), 0, 0, count, *(magic(divisor) for divisor in divisors), 0),
         ),
-        cost=COMPARED * work.clocks(tile) * prod(g.out_extent) * g.groups * g.n,
+        cost=work.compared() * work.clocks(tile) * prod(g.out_extent) * g.groups * g.n,
         packed_words=sets * work.units(tile) * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,
@@ -208,6 +209,11 @@ class Work:
         if self.shape.itemsize == 2:
             return sums + (a * 11 // 4 + 52 if self.shape.x_channels_last else 3 * a + 44 + 2 * tile.run)
         return sums + 2 * a + 48
+
+    def compared(self) -> float:
+        """Return the cost that is compared with other kernels', relative to the estimated time."""
+        s = self.shape
+        return COMPARED * (OF_WIDE_ROWS if s.itemsize == 2 and s.c_out >= WIDE and not s.x_channels_last else 1)
 
     def clocks(self, tile: Tile) -> float:
         """Estimate a multiprocessor's clocks for a position, with all its outputs.

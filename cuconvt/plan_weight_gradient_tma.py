@@ -111,7 +111,8 @@ TYPICAL = {
 COMPARED, COMPARED_OF_TURNED = 0.85, 0.6
 COMPARED_OF_FLOAT32 = ((0.64, 0.68), (0.72, 0.81))  # by whether y is turned, and parts; of 104 problems
 COMPARED_OF_NARROW, NARROW = 1.3, 4096  # of that, with three axes and a stride, below so many pairs of channels
-COMPARED_OF_GROUPS = 1.0  # the same in TF32, channels-last
+COMPARED_OF_DISJOINT = 2.0  # instead, in TF32, channels-last, where windows are disjoint, also of just so many
+COMPARED_OF_GROUPS = 1.0  # the same in TF32
 PARTS = {"tf32": 1, "tf32x3": 2}
 
 
@@ -748,10 +749,14 @@ class Work(WorkOnBoxes[Tile]):
         """Return the cost that is compared with other kernels', relative to the estimated time."""
         s = self.shape
         if s.parts:
-            if s.groups > 1 and s.parts == 1 and not s.y_turned:
+            if s.groups > 1 and s.parts == 1:
                 return COMPARED_OF_GROUPS
-            is_narrow = s.rank == 3 and max(s.stride) > 1 and s.c_in * s.c_out < NARROW
-            return COMPARED_OF_FLOAT32[s.y_turned][s.parts - 1] * (COMPARED_OF_NARROW if is_narrow else 1)
+            compared = COMPARED_OF_FLOAT32[s.y_turned][s.parts - 1]
+            if s.rank < 3 or max(s.stride) == 1:
+                return compared
+            if s.kernel == s.stride and s.parts == 1 and not s.y_turned and s.c_in * s.c_out <= NARROW:
+                return compared * COMPARED_OF_DISJOINT
+            return compared * (COMPARED_OF_NARROW if s.c_in * s.c_out < NARROW else 1)
         return COMPARED_OF_TURNED if s.x_turned or s.y_turned else COMPARED
 
     def memory_clocks(self) -> float:
