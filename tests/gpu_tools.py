@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from strategies import Problem
 
+from cuconvt import warm
+
 
 @functools.cache
 def _spin() -> Any:
@@ -48,9 +50,10 @@ def to_gpu(values: np.ndarray | None) -> Any:
 def planned_by(family: Callable[..., Any], module: Any, maker: str, *memos: Any) -> Iterator[None]:
     """Plan with one kernel's planner in place of a module's `maker`, whatever the estimates say.
 
-    What remembers plans forgets them before and after.
+    What remembers plans forgets them before and after: the memos that are given, and the one in front of all steps.
     """
     plans = []
+    memos = (*memos, warm._slot)
 
     def plan(*problem: Any) -> Any:
         plans.append(family(*problem))

@@ -132,28 +132,28 @@ DISJOINT = {
 
 @pytest.fixture
 def by_disjoint() -> Iterator[None]:
-    from cuconvt import cuda, warm
+    from cuconvt import cuda
     from cuconvt.plan_disjoint import plan_disjoint
 
-    with planned_by(plan_disjoint, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan_disjoint, cuda, "make_plan", cuda._prepare):
         yield
 
 
 @pytest.fixture
 def by_narrow_groups() -> Iterator[None]:
-    from cuconvt import cuda, warm
+    from cuconvt import cuda
     from cuconvt.plan_narrow_groups import plan_narrow_groups
 
-    with planned_by(plan_narrow_groups, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan_narrow_groups, cuda, "make_plan", cuda._prepare):
         yield
 
 
 @pytest.fixture
 def by_phase_wgmma() -> Iterator[None]:
-    from cuconvt import cuda, warm
+    from cuconvt import cuda
     from cuconvt.plan_phase_wgmma import plan_phase_wgmma
 
-    with planned_by(plan_phase_wgmma, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan_phase_wgmma, cuda, "make_plan", cuda._prepare):
         yield
 
 
@@ -239,13 +239,13 @@ ALIKE = {
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", ALIKE)
 def test_phases_as_channels(cupy: Any, name: str, layout: str, dtype: str, precision: str | None) -> None:
-    from cuconvt import cuda, warm
+    from cuconvt import cuda
     from cuconvt.plan_phase_gemm import candidates
 
     def plan(*problem: Any) -> Any:
         return min((p for p in candidates(*problem) if p.tile.phases_as_channels), key=lambda p: p.cost)
 
-    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan, cuda, "make_plan", cuda._prepare):
         check(dataclasses.replace(ALIKE[name], x_layout=layout, out_layout=layout), dtype, cupy, precision)
 
 
@@ -359,7 +359,7 @@ COPIED = {
 @FOR_TENSOR_CORES
 @pytest.mark.parametrize("name", COPIED)
 def test_boxes_of_channels_last_x(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
-    from cuconvt import cuda, plan_phase_wgmma, warm
+    from cuconvt import cuda, plan_phase_wgmma
 
     plans = []
 
@@ -367,7 +367,7 @@ def test_boxes_of_channels_last_x(cupy: Any, name: str, dtype: str, precision: s
         plans.append(plan_phase_wgmma.plan_phase_wgmma(*problem))
         return plans[-1]
 
-    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan, cuda, "make_plan", cuda._prepare):
         check(COPIED[name], dtype, cupy, precision)
     assert plans[0].maps
 
@@ -375,7 +375,7 @@ def test_boxes_of_channels_last_x(cupy: Any, name: str, dtype: str, precision: s
 @pytest.fixture
 def split(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plan with one of the tiles for which bulk tensor copies bring x, to be split in two parts, drawn by a number."""
-    from cuconvt import cuda, warm
+    from cuconvt import cuda
     from cuconvt import plan_phase_wgmma as wgmma
 
     def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
@@ -388,7 +388,7 @@ def split(request: pytest.FixtureRequest) -> Iterator[None]:
                 return found
         raise AssertionError("no tile serves")
 
-    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan, cuda, "make_plan", cuda._prepare):
         yield
 
 
@@ -429,7 +429,7 @@ PACKED_BY_BLOCKS = {
 def test_blocks_that_pack_their_weights(
     cupy: Any, name: str, layout: str, dtype: str, precision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cuconvt import cuda, warm
+    from cuconvt import cuda
     from cuconvt import plan_phase_wgmma as wgmma
 
     problem = dataclasses.replace(PACKED_BY_BLOCKS[name], x_layout=layout, out_layout=layout)
@@ -443,14 +443,14 @@ def test_blocks_that_pack_their_weights(
         packed.append(found.packed_words)
         return found
 
-    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan, cuda, "make_plan", cuda._prepare):
         check(problem, dtype, cupy, precision)
         results.append(call(problem, x, weight, bias, precision=precision))
     assert not any(packed)
 
     monkeypatch.setattr(wgmma, "PACKS_A_THREAD", 0)
     packed.clear()
-    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan, cuda, "make_plan", cuda._prepare):
         results.append(call(problem, x, weight, bias, precision=precision))
     assert all(packed)
     assert to_numpy(results[0]).tobytes() == to_numpy(results[1]).tobytes()
@@ -470,7 +470,7 @@ UNEVEN = {
 def test_phases_with_more_taps_come_first(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, precision: str | None
 ) -> None:
-    from cuconvt import cuda, plan_phase_wgmma, warm
+    from cuconvt import cuda, plan_phase_wgmma
 
     tile = plan_phase_wgmma.Tile(2, 2, 1, 8, False, 1, 4, 6, False, False, False, 1)
     orders = []
@@ -481,17 +481,17 @@ def test_phases_with_more_taps_come_first(
         return planned
 
     monkeypatch.setattr(plan_phase_wgmma, "takes_longest_first", lambda *_: True)
-    with planned_by(plan, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan, cuda, "make_plan", cuda._prepare):
         check(UNEVEN[name], dtype, cupy, precision)
     assert set(orders) == {1}
 
 
 @pytest.fixture
 def by_turned() -> Iterator[None]:
-    from cuconvt import cuda, warm
+    from cuconvt import cuda
     from cuconvt.plan_correlate_wgmma import plan_turned_correlate_wgmma
 
-    with planned_by(plan_turned_correlate_wgmma, cuda, "make_plan", cuda._prepare, warm._slot):
+    with planned_by(plan_turned_correlate_wgmma, cuda, "make_plan", cuda._prepare):
         yield
 
 

@@ -184,19 +184,13 @@ NARROW = {
     ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]
 )
 @pytest.mark.parametrize("name", NARROW)
-def test_rows_of_few_channels(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, precision: str | None
-) -> None:
+def test_rows_of_few_channels(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
     from cuconvt import cuda_gradients
     from cuconvt.plan_weight_gradient_narrow import plan_weight_gradient_narrow
 
-    # Whatever the estimates say.
-    monkeypatch.setattr(cuda_gradients, "make_weight_gradient_plan", plan_weight_gradient_narrow)
-    cuda_gradients._prepare_weight_gradient.cache_clear()
-    try:
+    memo = cuda_gradients._prepare_weight_gradient
+    with planned_by(plan_weight_gradient_narrow, cuda_gradients, "make_weight_gradient_plan", memo):
         check("weight", NARROW[name], dtype, cupy, precision)
-    finally:
-        cuda_gradients._prepare_weight_gradient.cache_clear()
 
 
 # Strided correlations of rows that are aligned to 16, 8 and 4 bytes or to none, in several boxes along every axis.
@@ -216,15 +210,12 @@ ROWS = {
 
 
 @pytest.fixture
-def by_rows(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Plan correlations with correlate_rows, whatever the estimates say."""
+def by_rows() -> Iterator[None]:
     from cuconvt import cuda_gradients
     from cuconvt.plan_correlate_rows import plan_correlate_rows
 
-    monkeypatch.setattr(cuda_gradients, "make_correlate_plan", plan_correlate_rows)
-    cuda_gradients._prepare_correlate.cache_clear()
-    yield
-    cuda_gradients._prepare_correlate.cache_clear()
+    with planned_by(plan_correlate_rows, cuda_gradients, "make_correlate_plan", cuda_gradients._prepare_correlate):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -259,15 +250,13 @@ TURNED = {
 
 
 @pytest.fixture
-def by_turning(monkeypatch: pytest.MonkeyPatch) -> Any:
+def by_turning() -> Iterator[None]:
     """Turn y before, whatever the estimates say."""
     from cuconvt import cuda_gradients
     from cuconvt.plan_correlate_turning import plan_correlate_turning
 
-    monkeypatch.setattr(cuda_gradients, "make_correlate_plan", plan_correlate_turning)
-    cuda_gradients._prepare_correlate.cache_clear()
-    yield
-    cuda_gradients._prepare_correlate.cache_clear()
+    with planned_by(plan_correlate_turning, cuda_gradients, "make_correlate_plan", cuda_gradients._prepare_correlate):
+        yield
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
@@ -293,10 +282,10 @@ ALIKE = {
 @pytest.fixture
 def by_phases() -> Iterator[None]:
     """Copy y with its phases as channels, whatever the estimates say."""
-    from cuconvt import cuda_gradients, warm
+    from cuconvt import cuda_gradients
     from cuconvt.plan_phases import plan_correlate_of_phases, plan_weight_gradient_of_phases
 
-    memos = cuda_gradients._prepare_correlate, cuda_gradients._prepare_weight_gradient, warm._slot
+    memos = cuda_gradients._prepare_correlate, cuda_gradients._prepare_weight_gradient
     with (
         planned_by(plan_correlate_of_phases, cuda_gradients, "make_correlate_plan", *memos),
         planned_by(plan_weight_gradient_of_phases, cuda_gradients, "make_weight_gradient_plan", *memos),
@@ -337,7 +326,7 @@ BOXED = {
 @pytest.fixture
 def boxed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plan correlations with one of the tiles for which bulk tensor copies bring y, drawn by a number."""
-    from cuconvt import cuda_gradients, warm
+    from cuconvt import cuda_gradients
     from cuconvt import plan_correlate_wgmma as wgmma
 
     def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
@@ -351,8 +340,7 @@ def boxed(request: pytest.FixtureRequest) -> Iterator[None]:
                 return found
         raise AssertionError("no tile serves")
 
-    memos = cuda_gradients._prepare_correlate, warm._slot
-    with planned_by(plan, cuda_gradients, "make_correlate_plan", *memos):
+    with planned_by(plan, cuda_gradients, "make_correlate_plan", cuda_gradients._prepare_correlate):
         yield
 
 
@@ -394,11 +382,10 @@ DISJOINT = {
 
 @pytest.fixture
 def by_disjoint() -> Iterator[None]:
-    from cuconvt import cuda_gradients, warm
+    from cuconvt import cuda_gradients
     from cuconvt.plan_correlate_disjoint import plan_correlate_disjoint
 
-    memos = cuda_gradients._prepare_correlate, warm._slot
-    with planned_by(plan_correlate_disjoint, cuda_gradients, "make_correlate_plan", *memos):
+    with planned_by(plan_correlate_disjoint, cuda_gradients, "make_correlate_plan", cuda_gradients._prepare_correlate):
         yield
 
 
