@@ -23,7 +23,7 @@ from cuconvt.plan import (
     round_up,
 )
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
-from cuconvt.plan_phase_gemm import PRECISION_CODES
+from cuconvt.plan_phase_gemm import PRECISION_CODES, copied_bytes, copy_macros
 
 ROW = 8  # positions along W that stay together
 MAX_TAPS_W = 32  # unrolled
@@ -103,6 +103,7 @@ def plan_correlate_gemm(
         ("EARLY", work.early),
         ("Y_CHANNELS_LAST", int(layout.out_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.x_channels_last)),
+        *copy_macros(work.copied_bytes() if work.channels_last else 0).items(),
         ("INDEX64", int(reads_need_64_bits(g, layout, tile.box))),
         ("MIN_BLOCKS", work.blocks(tile)),
         ("SHARED_BYTES", shared),
@@ -116,7 +117,7 @@ def plan_correlate_gemm(
         block=tile.block,
         shared_bytes=shared,
         problem=problem_parameters(
-            g, layout, (tiles_d, tiles_h, tiles_w, tiles_c), work.result_by_pairs(), work.copies_16_bytes()
+            g, layout, (tiles_d, tiles_h, tiles_w, tiles_c), work.result_by_pairs(), work.copied_bytes() > 0
         ),
         cost=longer * work.clocks_a_position(tile) * prod(g.x_extent) * g.groups * g.n,
         packed_words=g.groups * tiles_c * g.kernel[0] * chunks * work.weight_words(tile),
@@ -154,17 +155,13 @@ class _Work:
         self.whole_rows = self.step_w == 1 and g.stride[2] == 1 and not self.channels_last
         self.early = -g.pad_before[2] % 4 if self.whole_rows else 0
 
-    def copies_16_bytes(self) -> bool:
-        """Whether y may be copied four positions of a row at a time or, channels-last, 16 bytes of channels."""
-        g, strides = self.geometry, self.layout.out
-        if not self.layout.out_aligned:
-            return False
-        if not self.channels_last:
-            whole = self.whole_rows and g.out_extent[2] % 4 == 0 and strides[4] == 1
-            return whole and not any(stride % 4 for stride in strides[:4])
-        unit = 16 // self.itemsize
-        groups_aligned = g.groups == 1 or g.c_out_per_group % unit == 0
-        return groups_aligned and strides[1] == 1 and not any(s % unit for a, s in enumerate(strides) if a != 1)
+    def copied_bytes(self) -> int:
+        """Return how many bytes of channels-last y may be copied at a time; 16 of rows stand for four positions."""
+        g, strides, aligned = self.geometry, self.layout.out, self.layout.out_aligned
+        if self.channels_last:
+            return copied_bytes(strides, aligned, g.c_out, g.groups, self.itemsize)
+        whole = self.whole_rows and g.out_extent[2] % 4 == 0 and strides[4] == 1
+        return 16 if aligned and whole and not any(stride % 4 for stride in strides[:4]) else 0
 
     def result_by_pairs(self) -> bool:
         """Whether two channels of a channels-last result may be written at a time."""
@@ -238,8 +235,9 @@ class _Work:
         loads = warps * deep * a_tap * 128 / SHARED_BYTES_A_CLOCK
         staged = self.y_words(tile) + self.weight_words(tile)
         l2 = 4 * staged / L2_BYTES_A_CLOCK
-        a_copy = 4 if self.copies_16_bytes() else 1  # words
-        instructions = 20 if self.channels_last and a_copy == 4 else 5 if self.itemsize == 4 or a_copy == 4 else 10
+        copied = self.copied_bytes()
+        a_copy = max(1, copied // 4)  # words
+        instructions = 20 if self.channels_last and a_copy > 1 else 5 if self.itemsize == 4 or copied else 10
         copies = self.y_words(tile) / a_copy * instructions + self.weight_words(tile)
         split = (28 * self.pairs(tile) + 2 * g.kernel[1] * tile.tiles_c * tile.rows) if self.products == 3 else 0
         issue = (copies / 32 + warps * deep * (products + 0.7 * a_tap + split)) / ISSUE

@@ -32,7 +32,7 @@ from cuconvt.plan import (
     with_taps_as_channels,
 )
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _x_vector
+from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _copy_macros, _x_vector
 from cuconvt.plan_phase_wgmma import (
     BESIDE_SUMS,
     FEWEST_TURNED,
@@ -348,6 +348,8 @@ def plan_tile(
     x_vector = work.reads_vectors(tile, g, read)
     own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64, "BOXED": tile.boxed}
     own |= {"FOLD": tile.fold, "JOINED": tile.joined}
+    if not tile.boxed:
+        own |= _copy_macros(g, read, work.shape.itemsize)
     registers = work.registers(tile)
     if registers is None:
         return Refusal("correlate_wgmma", "the sums of this tile do not fit into registers")

@@ -27,7 +27,7 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
-from cuconvt.plan_phase_gemm import PRECISION_CODES, _channels_stored, _others_divisible, _x_vector
+from cuconvt.plan_phase_gemm import PRECISION_CODES, _channels_stored, _others_divisible, copied_bytes
 from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
 from cuconvt.plan_search import remembered
 
@@ -157,7 +157,7 @@ def plan_narrow_groups(
             (*tiles, tiles_c),
             _bytes_fetched(geometry, layout)
             if tile.boxed
-            else layout.x_channels_last and whole and _x_vector(geometry, layout, work.itemsize),
+            else whole and _reads_pieces(geometry, layout, work.itemsize),
             _way_to_store(geometry, layout, work, tile, box, vector),
             (*box, prod(staged), int(not packs), 0, boxes, *(magic(divisor) for divisor in divisors)),
         ),
@@ -166,6 +166,12 @@ def plan_narrow_groups(
         packed_a_thread=work.words(tile),
         tile=tile,
     )
+
+
+def _reads_pieces(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
+    """Whether 16 bytes of channels-last x may be read at a time."""
+    g, last = geometry, layout.x_channels_last
+    return last and copied_bytes(layout.x, layout.x_aligned, g.c_in, g.groups, itemsize) == 16
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:

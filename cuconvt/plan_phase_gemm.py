@@ -130,6 +130,7 @@ def plan_phase_gemm(
         ("EARLY", work.early),
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
+        *_copy_macros(geometry, layout, work.itemsize).items(),
         ("INDEX64", int(needs_64_bits(geometry, layout, tile.box))),
         # A thread may have all of its registers: a tighter bound mostly gave the same code, and often spilled.
         ("MIN_BLOCKS", REGISTERS // (round_up(MAX_REGISTERS, 8) * tile.block)),
@@ -192,13 +193,30 @@ def _refuse_taps(geometry: Geometry) -> str | None:
 
 
 def _x_vector(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
-    """Whether x may be copied four positions of a row at a time or, channels-last, 16 bytes of channels."""
+    """Whether x may be copied four positions of a row at a time or, channels-last, some bytes of channels."""
+    if layout.x_channels_last:
+        return copied_bytes(layout.x, layout.x_aligned, geometry.c_in, geometry.groups, itemsize) > 0
+    whole = geometry.x_extent[2] % 4 == 0  # a view may end before the rows in memory do
+    return whole and layout.x_aligned and layout.x[4] == 1 and _others_divisible(layout.x, 4, 4)
+
+
+def copied_bytes(strides: tuple[int, ...], aligned: bool, channels: int, groups: int, itemsize: int) -> int:
+    """Return how many bytes of a channels-last position asynchronous copies may bring at a time: 16, 8, 4 or none."""
+    if not aligned or strides[1] != 1:
+        return 0
+    units = [strides[axis] for axis in range(len(strides)) if axis != 1] + [channels // groups] * (groups > 1)
+    return next((count for count in (16, 8, 4) if not any(unit * itemsize % count for unit in units)), 0)
+
+
+def copy_macros(copied: int, name: str = "COPY_BYTES") -> dict[str, int]:
+    """Return the macro that says how a channels-last array is copied, where it is not 16 bytes at a time."""
+    return {name: copied} if copied in (8, 4) else {}
+
+
+def _copy_macros(geometry: Geometry, layout: Layout, itemsize: int) -> dict[str, int]:
     if not layout.x_channels_last:
-        whole = geometry.x_extent[2] % 4 == 0  # a view may end before the rows in memory do
-        return whole and layout.x_aligned and layout.x[4] == 1 and _others_divisible(layout.x, 4, 4)
-    unit = 16 // itemsize
-    groups_aligned = geometry.groups == 1 or geometry.c_in_per_group % unit == 0
-    return layout.x_aligned and groups_aligned and layout.x[1] == 1 and _others_divisible(layout.x, 1, unit)
+        return {}
+    return copy_macros(copied_bytes(layout.x, layout.x_aligned, geometry.c_in, geometry.groups, itemsize))
 
 
 def _pairs(geometry: Geometry, layout: Layout, tile: Tile, itemsize: int) -> int:

@@ -36,6 +36,7 @@ from cuconvt.plan_phase_gemm import (
     MAX_UNROLLED_TAPS,
     PRECISION_CODES,
     _channels_stored,
+    _copy_macros,
     _others_divisible,
     _x_vector,
 )
@@ -286,6 +287,8 @@ def plan_tile(
         "FAR_CHANNELS": work.chunk(tile) * abs(layout.x[1]) >= INDEX_LIMIT,
         "FIRST_PHASE_W": geometry.pad_before[2] % geometry.stride[2] if work.stores_runs(tile) else 0,
     }
+    if not tile.boxed:
+        own |= _copy_macros(geometry, layout, work.shape.itemsize)
     defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers_of(tile, work.parts))
     grid = _grid(blocks, held, phases, geometry.groups * tiles_c if tile.resident else 1)
     around = AROUND_OF_SPLIT if work.parts == 2 else AROUND_OF_BOXED if dtype != "float32" and tile.boxed else AROUND

@@ -27,7 +27,7 @@ from cuconvt.plan import (
 from cuconvt.plan import problem_parameters as parameters
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
-from cuconvt.plan_phase_gemm import PRECISION_CODES
+from cuconvt.plan_phase_gemm import PRECISION_CODES, copied_bytes, copy_macros
 from cuconvt.plan_search import of_tile, remembered
 
 ROW = 8  # positions along W that stay together
@@ -136,6 +136,8 @@ def plan_weight_gradient_gemm(
         ("EARLY", work.early),
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("Y_CHANNELS_LAST", int(layout.out_channels_last)),
+        *(copy_macros(work.copy_bytes_x(), "X_COPY_BYTES") if layout.x_channels_last else {}).items(),
+        *(copy_macros(work.copy_bytes_y(tile), "Y_COPY_BYTES") if layout.out_channels_last else {}).items(),
         ("INDEX64", int(reads_need_64_bits(g, layout, (1, tile.box_h, 2 * tile.rows_w * ROW)))),
         ("MIN_BLOCKS", work.blocks(tile)),
         ("SHARED_BYTES", 4 * work.shared_words(tile)),
@@ -183,7 +185,7 @@ class _Work:
         self.sizes: dict[Any, Any] = {}
 
     def copy_bytes_x(self) -> int:
-        """Bytes of x that may be copied at a time, likewise of y below."""
+        """Bytes of x that may be copied at a time, at least an element; likewise of y below."""
         return self._copy_bytes(self.layout.x, self.layout.x_aligned, self.geometry.c_in_per_group, 1, 0)
 
     @of_tile
@@ -196,9 +198,8 @@ class _Work:
         single = 4 // self.per_word
         last = abs(strides[1]) == 1 and abs(strides[4]) != 1
         if last:
-            whole = self.geometry.groups == 1 or channels % self.unit == 0
-            others = [stride for axis, stride in enumerate(strides) if axis != 1]
-            return 16 if aligned and whole and strides[1] == 1 and not any(s % self.unit for s in others) else 4
+            groups = self.geometry.groups
+            return copied_bytes(strides, aligned, channels * groups, groups, 4 // self.per_word) or single
         if not aligned or strides[4] != 1 or gap != 1:
             return single
         others = [*strides[:4], tap_step]

@@ -4,6 +4,14 @@
 
 #include "ptx.cuh"
 
+// An asynchronous copy of 4, 8 or 16 bytes, of which the first `bytes` are there and the rest become zeros.
+template <int BYTES> __device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes) {
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "what an instruction copies");
+    if (BYTES == 16) copy_async_16(shared, global, bytes);
+    if (BYTES == 8) copy_async_8(shared, global, bytes);
+    if (BYTES == 4) copy_async_4(shared, global, bytes);
+}
+
 // ---- element types -------------------------------------------------------------------------------------------------
 
 #define FLOAT16 0

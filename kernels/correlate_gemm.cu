@@ -56,6 +56,9 @@
 #ifndef EARLY  // how many positions before the first one needed a staged row starts, so that copies are aligned
 #define EARLY 0
 #endif
+#ifndef COPY_BYTES  // of a channels-last position that copies bring at a time: 16, or 8 or 4 where positions start so
+#define COPY_BYTES 16
+#endif
 #ifndef Y_CHANNELS_LAST
 #define Y_CHANNELS_LAST 0
 #endif
@@ -133,16 +136,16 @@ struct Box {
     }
 };
 
-// Channels-last y: 16 bytes of channels of one position at a time. Needs 16-byte aligned positions.
+// Channels-last y: COPY_BYTES of channels of one position at a time, at multiples of which positions start.
 __device__ __forceinline__ void stage_channels(unsigned* to, const Stored* y, const Problem& p, const Box& box) {
-    constexpr int UNIT = 4 * CHANNELS_A_WORD, UNITS = WORDS / 4;
+    constexpr int UNIT = COPY_BYTES / (int)sizeof(Stored), UNITS = WORDS * 4 / COPY_BYTES;
 #pragma unroll 1
     for (int i = threadIdx.x; i < Y_POSITIONS * UNITS; i += THREADS) {
         const int unit = i % UNITS, place = i / UNITS % Y_W, line = i / (UNITS * Y_W);
         const int left = min(UNIT, max(0, box.channels - unit * UNIT)) * (int)sizeof(Stored);
         const int bytes = box.holds(p, line, place) ? left : 0;
-        copy_async_16(to + (line * Y_W + place) * POSITION + unit * 4,
-                      y + (bytes ? box.offset(p, line, place) + unit * UNIT : 0), bytes);
+        copy_async<COPY_BYTES>(to + (line * Y_W + place) * POSITION + unit * (COPY_BYTES / 4),
+                               y + (bytes ? box.offset(p, line, place) + unit * UNIT : 0), bytes);
     }
 }
 

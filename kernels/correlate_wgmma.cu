@@ -315,8 +315,8 @@ __device__ __forceinline__ void copy_pieces(const Share& mine, Piece* to, const 
             if (at >= count) break;
             const bool inside = channels > 0 && (batch[j].place & wanted) == wanted;
             const Stored* const from = x + batch[j].offset;
-            if (WHOLE) copy_async_16_or_zeros(to + at, from, inside);
-            else copy_async_16(to + at, inside ? from : x, inside ? channels * (int)sizeof(Stored) : 0);
+            if (WHOLE && COPY_BYTES == 16) copy_async_16_or_zeros(to + at, from, inside);
+            else copy_piece(to + at, inside ? from : x, inside ? (WHOLE ? PIECE : channels) : 0);
         }
     }
 }

@@ -63,6 +63,9 @@
 #ifndef EARLY  // how many positions before the first one needed a staged row starts, so that copies are aligned
 #define EARLY 0
 #endif
+#ifndef COPY_BYTES  // of a channels-last position that copies bring at a time: 16, or 8 or 4 where positions start so
+#define COPY_BYTES 16
+#endif
 #ifndef X_CHANNELS_LAST
 #define X_CHANNELS_LAST 0
 #endif
@@ -233,18 +236,18 @@ struct Box {
     }
 };
 
-// Channels-last x: 16 bytes of channels of one position at a time. Needs 16-byte aligned positions.
+// Channels-last x: COPY_BYTES of channels of one position at a time, at multiples of which positions start.
 __device__ __forceinline__ void stage_x_channels(unsigned* to, const Stored* x, const Problem& p, const Box& box) {
-    constexpr int UNIT = 4 * CHANNELS_A_WORD;  // channels of a copy
-    constexpr int UNITS = WORDS / 4;
+    constexpr int UNIT = COPY_BYTES / (int)sizeof(Stored);  // channels of a copy
+    constexpr int UNITS = WORDS * 4 / COPY_BYTES;
     constexpr int ACROSS = line_threads(X_W * UNITS, BOX_D * X_H);
     for (int i = threadIdx.x % ACROSS; i < X_W * UNITS; i += ACROSS) {
         const int unit = i % UNITS, column = i / UNITS;
         const int left = min(UNIT, max(0, box.channels - unit * UNIT)) * (int)sizeof(Stored);
         for (int row = threadIdx.x / ACROSS; row < BOX_D * X_H; row += THREADS / ACROSS) {
             const int bytes = box.holds(p, row, column) ? left : 0;
-            copy_async_16(to + (row * X_W + column) * POSITION + unit * 4,
-                          x + (bytes ? box.offset(p, row, column) + unit * UNIT : 0), bytes);
+            copy_async<COPY_BYTES>(to + (row * X_W + column) * POSITION + unit * (COPY_BYTES / 4),
+                                   x + (bytes ? box.offset(p, row, column) + unit * UNIT : 0), bytes);
         }
     }
 }

@@ -330,7 +330,7 @@ __device__ __forceinline__ void copy_x(Piece* to, const Stored* x, const Item* i
         const int position = at / FILLED, piece = at % FILLED;
         const Index offset = items[position].offset;
         const int left = offset == OUTSIDE ? 0 : max(0, min(channels - piece * PIECE, PIECE));
-        copy_async_16(to + piece * plane + position, left ? x + offset + piece * PIECE : x, left * (int)sizeof(Stored));
+        copy_piece(to + piece * plane + position, left ? x + offset + piece * PIECE : x, left);
     }
 }
 

@@ -11,6 +11,10 @@
 #define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
 #endif
 
+#ifndef COPY_BYTES  // of a channels-last position that copies bring at a time: 16, or 8 or 4 where positions start so
+#define COPY_BYTES 16
+#endif
+
 typedef Element<DTYPE>::Stored Stored;
 
 constexpr int PIECE = 16 / (int)sizeof(Stored);  // channels
@@ -43,6 +47,16 @@ __device__ __forceinline__ void load_channels(Channels (&to)[COUNT], const Store
         zero(to[i / PIECE].value[i % PIECE]);
         if (i < there) to[i / PIECE].value[i % PIECE] = *from;
         from += stride;
+    }
+}
+
+// Copies what there is of a piece, so many channels, to where it is going to be; the others become zeros.
+__device__ __forceinline__ void copy_piece(Piece* to, const Stored* from, int channels) {
+    constexpr int UNIT = COPY_BYTES / (int)sizeof(Stored);
+#pragma unroll
+    for (int first = 0; first < PIECE; first += UNIT) {
+        const int left = UNIT == PIECE ? channels : max(0, min(channels - first, UNIT));
+        copy_async<COPY_BYTES>(reinterpret_cast<Stored*>(to) + first, from + (left ? first : 0), left * (int)sizeof(Stored));
     }
 }
 

@@ -65,6 +65,12 @@
 #ifndef Y_CHANNELS_LAST
 #define Y_CHANNELS_LAST 0
 #endif
+#ifndef X_COPY_BYTES  // of a channels-last position that copies bring at a time: 16, or 8 or 4 where positions start so
+#define X_COPY_BYTES 16
+#endif
+#ifndef Y_COPY_BYTES
+#define Y_COPY_BYTES 16
+#endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 1
 #endif
@@ -96,6 +102,7 @@ typedef Staged<TAPS_W, STRIDE_W, DILATION_W, BOX_W> AxisW;
 // How an array's box lies in shared memory. Rows: [channel][h][w], channels-last: [h][w][channel]; distances in words.
 struct BoxX {
     static constexpr bool LAST = X_CHANNELS_LAST;
+    static constexpr int COPY_BYTES = X_COPY_BYTES;
     static constexpr int CHANNELS = TILE_IN, H = BOX_H, W = BOX_W;
     static constexpr int GAP_H = 1, GAP_W = 1, STEP_W = 1, CLASS = W;
     static constexpr int LOAD = PER_WORD == 2 ? 1 : 2;  // words that a lane reads at a time
@@ -108,6 +115,7 @@ struct BoxX {
 };
 struct BoxY {
     static constexpr bool LAST = Y_CHANNELS_LAST;
+    static constexpr int COPY_BYTES = Y_COPY_BYTES;
     static constexpr int CHANNELS = TILE_OUT, H = AxisH::EXTENT;
     static constexpr int GAP_H = AxisH::GAP, GAP_W = AxisW::GAP, STEP_W = AxisW::STEP;
     static constexpr int CLASS = ceil_div(AxisW::EXTENT, STEP_W);  // positions of equal remainder modulo the step
@@ -201,8 +209,8 @@ __device__ __forceinline__ void copy_row_elements(unsigned* to, const Stored* fr
     }
 }
 
-// Channels-last: BYTES of the channels of a position at a time, 16, or a word through registers (float32: a copy).
-template <class Box, int BYTES>
+// Channels-last: BYTES of the channels of a position at a time, by copies where they are aligned for it.
+template <class Box, int BYTES, bool COPIES>
 __device__ __forceinline__ void copy_channels(unsigned* to, const Stored* from, const Place& place, int channels) {
     constexpr int UNIT = BYTES / (int)sizeof(Stored), UNITS = Box::CHANNELS / UNIT;
 #pragma unroll 1
@@ -215,10 +223,8 @@ __device__ __forceinline__ void copy_channels(unsigned* to, const Stored* from, 
         const Stored* source = from;
         if (inside) source += h * (Index)place.stride[3] + w * (Index)place.stride[4] + first * (Index)place.stride[1];
         unsigned* const target = to + position * Box::POSITION + first / PER_WORD;
-        if (BYTES == 16) {
-            copy_async_16(target, source, left * (int)sizeof(Stored));
-        } else if (PER_WORD == 1) {
-            copy_async_4(target, source, left * 4);
+        if (COPIES) {
+            copy_async<BYTES>(target, source, left * (int)sizeof(Stored));
         } else {
             unsigned word = left > 0 ? bits_of(source[0]) : 0;
             if (left > 1) word |= bits_of(source[place.stride[1]]) << 16;
@@ -227,14 +233,14 @@ __device__ __forceinline__ void copy_channels(unsigned* to, const Stored* from, 
     }
 }
 
-// `bytes` is how much may be copied at a time: 16, 4 or a single element.
+// `bytes` is how much may be copied at a time, at least a single element.
 template <class Box>
 __device__ __forceinline__ void stage(unsigned* to, const Stored* from, const Place& place, int channels, int bytes) {
     if (Box::LAST) {
-        if (bytes == 16) {
-            copy_channels<Box, 16>(to, from, place, channels);
+        if (bytes == Box::COPY_BYTES) {
+            copy_channels<Box, Box::COPY_BYTES, true>(to, from, place, channels);
         } else {
-            copy_channels<Box, 4>(to, from, place, channels);
+            copy_channels<Box, 4, PER_WORD == 1>(to, from, place, channels);
         }
     } else if (bytes == 16) {
         copy_rows<Box, 16>(to, from, place, channels);

@@ -45,3 +45,15 @@ FIXED = {
 SPECIAL = {
     name: FIXED[name] for name in ("kb72", "kb73", "dead_phases", "depthwise", "padding_eats_whole_taps", "unbatched")
 }
+
+# Channels-last, with positions or groups that start at multiples of so many bytes in 16 bits, of twice as many in
+# float32: of x, and of the result.
+LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
+RAGGED = {
+    "by_eight": (case((2, 20, 5, 9, 17), 12, 3, 2, 1, has_bias=True, **LAST), (8, 8)),
+    "groups_by_eight": (case((2, 24, 5, 9, 17), 40, 3, 2, 1, 1, groups=2, has_bias=True, **LAST), (8, 8)),
+    "by_four": (case((3, 10, 9, 37), 18, (3, 4), 2, 1, **LAST), (4, 4)),
+    "by_two": (case((3, 21, 101), 13, 4, 2, 1, has_bias=True, **LAST), (2, 2)),
+    "without_a_stride": (case((2, 36, 13, 17), 22, 3, padding=1, **LAST), (8, 4)),
+    "one_of_both": (case((2, 32, 5, 9, 17), 28, (2, 3, 3), (1, 2, 2), **LAST), (16, 8)),
+}

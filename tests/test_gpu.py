@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from fixed_cases import FIXED, SPECIAL
+from fixed_cases import FIXED, RAGGED, SPECIAL
 from gpu_tools import delay, plane_of, planned_by, to_gpu
 from harness import call, check, is_channels_last, to_numpy
 from hypothesis import given, seed, settings
@@ -166,6 +166,17 @@ FOR_TENSOR_CORES = pytest.mark.parametrize(
 @pytest.mark.parametrize("name", DISJOINT)
 def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: str, precision: str | None) -> None:
     check(DISJOINT[name], dtype, cupy, precision)
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("family", ["phase_wgmma", "phase_gemm"])
+@pytest.mark.parametrize("name", RAGGED)
+def test_copies_of_every_width(cupy: Any, name: str, family: str, dtype: str, precision: str | None) -> None:
+    from cuconvt import cuda, plan_phase_gemm, plan_phase_wgmma
+
+    planner = {"phase_gemm": plan_phase_gemm.plan_phase_gemm, "phase_wgmma": plan_phase_wgmma.plan_phase_wgmma}[family]
+    with planned_by(planner, cuda, "make_plan", cuda._prepare):
+        check(RAGGED[name][0], dtype, cupy, precision)
 
 
 # A single position, as in a generator's first layer: planned as kernel = stride, whatever its stride is.

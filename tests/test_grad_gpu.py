@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference
 from described import DEVICES, geometry_of, layout_of
-from fixed_cases import FIXED, SPECIAL
+from fixed_cases import FIXED, RAGGED, SPECIAL
 from gpu_tools import delay, planned_by, to_gpu
 from gradients import (
     GRADIENTS,
@@ -207,6 +207,30 @@ ROWS = {
     "one_axis": case((3, 128, 2051), 48, 4, stride=2, padding=1),
     "gaps": case((2, 24, 9, 21, 36), 16, (2, 3, 4), (1, 2, 2), x_layout="cropped", out_layout="misaligned", groups=2),
 }
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("family", ["correlate_wgmma", "correlate_gemm"])
+@pytest.mark.parametrize("name", [name for name, (problem, _) in RAGGED.items() if max(problem.stride) > 1])
+def test_copies_of_every_width(cupy: Any, name: str, family: str, dtype: str, precision: str | None) -> None:
+    from cuconvt import cuda_gradients
+    from cuconvt.plan_correlate_gemm import plan_correlate_gemm
+    from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
+
+    planner = plan_correlate_gemm if family == "correlate_gemm" else plan_correlate_wgmma
+    with planned_by(planner, cuda_gradients, "make_correlate_plan", cuda_gradients._prepare_correlate):
+        check("input", RAGGED[name][0], dtype, cupy, precision)
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("name", RAGGED)
+def test_copies_of_every_width_for_the_weight(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
+    from cuconvt import cuda_gradients
+    from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
+
+    memo = cuda_gradients._prepare_weight_gradient
+    with planned_by(plan_weight_gradient_gemm, cuda_gradients, "make_weight_gradient_plan", memo):
+        check("weight", RAGGED[name][0], dtype, cupy, precision)
 
 
 @pytest.fixture
