@@ -18,6 +18,7 @@ from cuconvt.plan import (
     axis_macros,
     problem_parameters,
     refuse_steps,
+    refuse_tensor_cores,
     round_up,
 )
 from cuconvt.plan_correlate import reads_need_64_bits
@@ -38,8 +39,10 @@ BUSY = 2  # with so many blocks on a multiprocessor half of these clocks are use
 BYTES_A_CLOCK = 18  # to and from memory
 LATENCY = 800  # clocks until a load from memory arrives
 # What the estimate is more optimistic than those of the tensor cores' kernels, measured on an H200: for one channel of
-# y a group and for more, of 16 bits and of more.
+# y a group and for more, of 16 bits and of more. Beside such kernels, what one channel of y without groups takes of it
+# where the result is in rows.
 COMPARED, COMPARED_OF_16_BITS, COMPARED_OF_MORE = 1.3, 1.9, 2.7
+OF_SINGLE_CHANNEL = 0.75
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def plan_correlate_few_channels(
             whole_pieces(layout.x, x_extents, layout.x_aligned, tile.positions_w),
             whole_pieces(layout.out, y_extents, layout.out_aligned, row.piece),
         ),
-        cost=work.cost_a_position(tile) * prod(g.x_extent) * g.n,
+        cost=work.cost_a_position(tile, refuse_tensor_cores(dtype, precision, device) is None) * prod(g.x_extent) * g.n,
         tile=tile,
     )
 
@@ -183,11 +186,13 @@ class _Work:
         a_step = max(step * (1 + BUSY / self.blocks(tile)) / LANES, l1, waiting / self.blocks(tile) / LANES)
         return a_step * g.c_in / tile.positions_w
 
-    def cost_a_position(self, tile: Tile) -> float:
+    def cost_a_position(self, tile: Tile, beside_tensor_cores: bool) -> float:
         """Return the clocks for comparison with other kernels."""
         compared = COMPARED_OF_16_BITS if self.itemsize == 2 else COMPARED_OF_MORE
         if self.geometry.c_out_per_group == 1:
             compared = COMPARED
+            if beside_tensor_cores and self.geometry.groups == 1 and not self.layout.x_channels_last:
+                compared *= OF_SINGLE_CHANNEL
         return compared * max(self.clocks_a_position(tile), self.memory_clocks_a_position())
 
     def memory_clocks_a_position(self) -> float:

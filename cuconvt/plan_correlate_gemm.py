@@ -44,6 +44,8 @@ STEP_CLOCKS = 150  # a barrier and the first loads after it
 # How much longer than estimated 16 bits take where y is read one element at a time, by the mean of 32 problems, and
 # relative to all others (1 to 5.9). Only what is compared with other kernels is multiplied.
 SINGLE_ELEMENTS = 2.2
+# Beside Hopper's kernels, whose boxes suit few positions better than this one's blocks, which may be too few.
+BESIDE_WGMMA = 1.15
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def plan_correlate_gemm(
     )
     chunks = -(-g.c_out_per_group // work.chunk(tile))
     longer = SINGLE_ELEMENTS if work.itemsize == 2 and not work.channels_last else 1.0
+    if refuse_tensor_cores(dtype, precision, device, wgmma=True) is None:
+        longer *= BESIDE_WGMMA
     return Plan(
         kernel="correlate_gemm",
         defines=defines,

@@ -58,6 +58,8 @@ STEP_CLOCKS = 39  # in which a worker waits: for words of a group of channels
 # By bytes of an element and products: the other kernels' estimates are as much more optimistic.
 COMPARED = {(4, 3): 0.86, (4, 1): 0.84, (2, 1): 1.1}
 SLOWER = {16: 1.0, 4: 1.25, 2: 6.0}  # by bytes of a row at a time: how much longer it takes for the same estimate
+OF_LAST = 1.4  # likewise, where the result is channels-last, beside one channel of y
+OF_TF32_ALONG_ONE_AXIS = 1.1  # likewise
 # Instructions of a thread that copies 16 bytes, 4, or loads two halves of a word.
 COPY_INSTRUCTIONS = {16: 8, 4: 8, 2: 14}
 
@@ -198,7 +200,12 @@ class Work(correlate_wgmma.Work):
         """Return what is compared with other kernels' estimates, for the clocks of a position."""
         s = self.shape
         assert isinstance(s, Shape)
-        return COMPARED[s.itemsize, s.products] * SLOWER[s.copied] * OTHERS * clocks
+        compared = COMPARED[s.itemsize, s.products] * SLOWER[s.copied] * OTHERS
+        if s.out_channels_last:
+            compared *= OF_LAST
+        if s.rank == 1 and (s.itemsize, s.products) == (4, 1):
+            compared *= OF_TF32_ALONG_ONE_AXIS
+        return compared * clocks
 
     def width(self, tile: Tile, positions: int) -> int:
         most_lead = self.aligned - 1 if positions % self.aligned else self.first_unit % self.aligned

@@ -24,17 +24,21 @@ FEWEST_CHANNELS = 16  # of y: fewer are padded to whole pieces, and kernels for 
 # bits, whose rows are turned faster where they are read.
 SMALL = {2: 10 * 2**20, 4: 24 * 2**20}
 FREE_BYTES = 2**20  # of small y, that are turned in the time that weights are packed
-# Read and written in a clock of a multiprocessor. Of small y more than memory's, since blocks of a small problem wait
-# longer than estimates say; of other y, which is turned where nothing else is nearly as fast.
-TURNED_BYTES_A_CLOCK, MEMORY_BYTES_A_CLOCK, COMPARED_OF_LARGE = 40, 15, 2
+# Read and written in a clock of a multiprocessor, more than memory's: blocks of a small problem wait longer than
+# estimates say.
+TURNED_BYTES_A_CLOCK = 40
+# Of other y, what the correlation takes, times its estimate, and a byte of y, in clocks: by bytes of an element and
+# products, so that costs compare with those of kernels that read rows; fitted to 121 problems on an H100.
+LARGE = {(2, 1): (2.35, 0.174), (4, 1): (2.35, 0.098), (4, 3): (1.1, 0.152)}
+SMALL_OF_SPLIT = 1.12  # of small y, what is split for 3xTF32
 
 
 def plan_correlate_turning(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, most: float = inf
 ) -> Plan | Refusal:
     """Propose the plan for channels-last y, or say why y is not turned; with `most`, also where it would cost more."""
-    if precision not in (None, "tf32") or dtype not in ITEMSIZES:
-        return Refusal(NAME, f"rows are as fast in {precision or dtype}")
+    if precision == "ieee" or dtype not in ITEMSIZES:
+        return Refusal(NAME, f"serves tensor cores' precisions, got {precision or dtype}")
     if geometry.c_out < FEWEST_CHANNELS:
         return Refusal(NAME, f"serves at least {FEWEST_CHANNELS} channels of y")
     turned, itemsize = turned_y(geometry, dtype), ITEMSIZES[dtype]
@@ -46,11 +50,11 @@ def plan_correlate_turning(
     def of_turned(layout: Layout) -> Plan | Refusal:
         return plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=most)
 
-    return turning(geometry, dtype, layout, of_turned)
+    return turning(geometry, dtype, layout, precision, of_turned)
 
 
 def turning(
-    geometry: Geometry, dtype: str, layout: Layout, of_turned: Callable[[Layout], Plan | Refusal]
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, of_turned: Callable[[Layout], Plan | Refusal]
 ) -> Plan | Refusal:
     """Return the plan of the layout that turned y has, with what turns it."""
     itemsize, turned = ITEMSIZES[dtype], turned_y(geometry, dtype)
@@ -60,7 +64,8 @@ def turning(
     if not plan.maps:
         return Refusal(NAME, "bulk tensor copies would not bring y")
     turn, size = turn_of(Array(turned.extents, layout.out), 0, layout.out_aligned, itemsize), turned.bytes(itemsize)
-    return replace(with_copy_of_y(plan, turn, size), cost=_cost(plan.cost, size, itemsize))
+    products = 3 if precision == "tf32x3" else 1
+    return replace(with_copy_of_y(plan, turn, size), cost=_cost(plan.cost, size, itemsize, products))
 
 
 def with_copy_of_y(plan: Plan, turn: Ints, size: int) -> Plan:
@@ -75,11 +80,13 @@ def with_copy_of_y(plan: Plan, turn: Ints, size: int) -> Plan:
     )
 
 
-def _cost(cost: float, size: int, itemsize: int) -> float:
+def _cost(cost: float, size: int, itemsize: int, products: int) -> float:
     """Return the cost of a plan together with that of turning so many bytes."""
     if size <= SMALL[itemsize]:
-        return cost + 2 * max(0, size - FREE_BYTES) / TURNED_BYTES_A_CLOCK
-    return COMPARED_OF_LARGE * (cost + 2 * size / MEMORY_BYTES_A_CLOCK)
+        compared = SMALL_OF_SPLIT if products > 1 else 1
+        return compared * (cost + 2 * max(0, size - FREE_BYTES) / TURNED_BYTES_A_CLOCK)
+    compared, a_byte = LARGE[itemsize, products]
+    return compared * cost + a_byte * size
 
 
 def turned_y(geometry: Geometry, dtype: str) -> Array:

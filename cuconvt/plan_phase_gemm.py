@@ -64,6 +64,9 @@ AS_CHANNELS = 1.05  # phases that are channels,
 WIDE_VOLUMES = 1.1  # and of these channels-last volumes, at least, in boxes of more than eight positions along W
 SECTOR = 32  # bytes
 STORED_IN_PARTS = 1.3  # how much longer few channels take, channels-last: they fill no sector
+# How much longer single rows of more than so many channels take beside Hopper's kernels, whose boxes suit few positions
+# better: of 13 layers.
+SINGLE_ROWS, FEW_COLUMNS = 1.2, 16
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,9 @@ def plan_phase_gemm(
         ("SHARED_BYTES", shared),
     )
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
+    in_single_rows = geometry.rank == 1 and not layout.x_channels_last and geometry.c_out_per_group > FEW_COLUMNS
+    beside_wgmma = refuse_tensor_cores(dtype, precision, device, wgmma=True) is None
+    compared = SINGLE_ROWS if in_single_rows and beside_wgmma else 1
     packed = geometry.groups * tiles_c * gemm.kernel[0] * gemm.kernel[1] * chunks * work.piece_words(tile)
     return Plan(
         kernel="phase_gemm",
@@ -151,7 +157,7 @@ def plan_phase_gemm(
             _x_vector(geometry, layout, work.itemsize) or _pairs(geometry, layout, tile, work.itemsize),
             _out_vector(geometry, layout, work.itemsize),
         ),
-        cost=clocks(tile) * all_positions(geometry),
+        cost=compared * clocks(tile) * all_positions(geometry),
         packed_words=packed,
         packed_a_thread=work.fragment,
         tile=tile,

@@ -28,10 +28,11 @@ from cuconvt.tensor_map import ITEMSIZES, STRIDE_BYTES, reads
 
 OF_INPUT, OF_WEIGHT = "correlate_wgmma of phases", "weight_gradient_tma of phases"
 ELEMENTS_A_CLOCK, BYTES_A_CLOCK = 5, 15  # a multiprocessor's, for the copy of y
-# The cost of the gradient of the weight relative to other kernels' estimates and, by bytes of an element, where y is
-# channels-last, but not as copies read it. Fitted to 114 problems and layouts; of as many gradients of the input no
-# factor was better.
-COMPARED, COMPARED_OF_LAST = 1.3, {2: 0.6, 4: 0.8}
+# The cost of the gradient of the weight relative to other kernels' estimates by bytes of an element, the second where y
+# is channels-last, but not as copies read it: fitted to 114 problems and layouts and, for 16 bits, 17 of rows. That of
+# the gradient of the input likewise, and for 3xTF32: fitted to 277.
+COMPARED, COMPARED_OF_LAST = {2: 1.05, 4: 1.3}, {2: 0.6, 4: 0.8}
+COMPARED_OF_INPUT, COMPARED_OF_SPLIT_INPUT = {2: 1.0, 4: 0.87}, 0.72
 
 
 class Copied(NamedTuple):
@@ -84,12 +85,13 @@ def plan_correlate_of_phases(
     copied = Copied.of(geometry, dtype, layout)
     if isinstance(copied, str):
         return Refusal(OF_INPUT, copied)
-    plan = plan_correlate_wgmma(copied.geometry, dtype, copied.layout, precision, device, most=most)
+    compared = COMPARED_OF_SPLIT_INPUT if precision == "tf32x3" else COMPARED_OF_INPUT[ITEMSIZES[dtype]]
+    plan = plan_correlate_wgmma(copied.geometry, dtype, copied.layout, precision, device, most=most / compared)
     if isinstance(plan, Refusal):
         return Refusal(OF_INPUT, plan.reason)
     return replace(
         with_copy_of_y(_of_phases(plan, geometry), copied.turn, copied.size),
-        cost=plan.cost + copied.clocks,
+        cost=compared * (plan.cost + copied.clocks),
         packed_a_thread=4 * (2 if precision == "tf32x3" else 1) // plan.tile.joined,  # one piece, of each part
     )
 
@@ -125,4 +127,5 @@ def _of_phases(plan: Plan, geometry: Geometry) -> Plan:
 def _compared(geometry: Geometry, layout: Layout, itemsize: int) -> float:
     y = (geometry.n, geometry.c_out, *geometry.out_extent)
     is_read = reads(layout.out, y, layout.out_aligned, itemsize)
-    return COMPARED_OF_LAST[itemsize] if layout.out_channels_last and not is_read else COMPARED
+    compared = COMPARED_OF_LAST if layout.out_channels_last and not is_read else COMPARED
+    return compared[itemsize]

@@ -50,6 +50,7 @@ TYPICAL_EXTENT = {1: 4096, 2: 128, 3: 48}  # of an axis, by rank
 # channels-last with one or two axes, and in TF32 in rows with three, where windows are disjoint and of up to so many
 # pairs of channels. Of 18 and of 6 layers.
 COMPARED_OF_LAST, COMPARED_OF_DISJOINT, FEW_PAIRS = 1.7, 1.4, 4096
+COMPARED_OF_ODD_ROWS = 1.7  # likewise, of y in 16 bits
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,8 @@ def plan_weight_gradient_gemm(
 def _compared(g: Geometry, layout: Layout, dtype: str, precision: str | None) -> float:
     if layout.out_channels_last:
         return COMPARED_OF_LAST if dtype != "float32" and g.rank < 3 else 1
+    if dtype != "float32" and g.out_extent[2] % 2 and not layout.x_channels_last:
+        return COMPARED_OF_ODD_ROWS
     is_narrow = g.c_in_per_group * g.c_out_per_group <= FEW_PAIRS
     is_disjoint = precision == "tf32" and g.rank == 3 and g.kernel == g.stride
     return COMPARED_OF_DISJOINT if is_disjoint and is_narrow else 1

@@ -62,6 +62,7 @@ TYPICAL_EXTENTS = {1: (256, 4096), 2: (32, 128), 3: (32, 128)}  # in cells, by r
 MANY = 1000  # images
 # What the estimate is more optimistic than those of the other kernels, by bytes of an element and products.
 COMPARED = {(4, 3): 0.7, (4, 1): 0.8, (2, 1): 0.9}
+OF_FEW_AXES = 0.8  # of that, with one axis, in TF32 also with two
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,16 @@ def plan_weight_gradient_narrow(
             whole,
             (*box, *(0,) * 8),
         ),
-        cost=COMPARED[work.itemsize, work.products] * cost * prod(g.x_extent) * g.n * tiles,
+        cost=_compared(g, work) * cost * prod(g.x_extent) * g.n * tiles,
         workspace_bytes=4 * tiles * work.values(tile) * parts if parts > 1 else 0,
         sums=tiles * work.values(tile) if parts > 1 else 0,
         tile=tile,
     )
+
+
+def _compared(g: Geometry, work: Work) -> float:
+    few_axes = g.rank == 1 or (g.rank == 2 and (work.itemsize, work.products) == (4, 1))
+    return COMPARED[work.itemsize, work.products] * (OF_FEW_AXES if few_axes else 1)
 
 
 def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> str | None:

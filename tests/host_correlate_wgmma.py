@@ -93,8 +93,6 @@ def turned_cases() -> dict[str, Case]:
     """Return the same with y in rows, which are turned before, by name."""
     found = {}
     for name, this in boxed_cases().items():
-        if this.precision == "tf32x3":  # which are never turned
-            continue
         channels = this.spec.c_in_per_group, this.spec.c_out_per_group
         x_last = this.spec.x_layouts == LAST
         rows = specialisation(this.spec.kernel, this.spec.stride, this.spec.dilation, channels, (x_last, False))
@@ -229,7 +227,11 @@ def planned_with(this: Case) -> AbstractContextManager[None]:
         tile = dataclasses.replace(this.tile, merge_w=this.tile.merge_w and not layout.x_channels_last)
         if this.turns:
             return turning(
-                geometry, dtype, layout, lambda of_turned: plan_tile(geometry, dtype, of_turned, *others, tile)
+                geometry,
+                dtype,
+                layout,
+                this.precision,
+                lambda of_turned: plan_tile(geometry, dtype, of_turned, *others, tile),
             )
         return plan_tile(*problem, tile)
 

@@ -50,6 +50,7 @@ GROUPED: tuple[tuple[Ints, Ints, tuple[Ints, ...]], ...] = (
     ((16, 8, 4, 0), (2,), ((21, 21, 21),)),
     ((3, 1, 1, 0), (2, 3), ((96, 96, 96), (128, 128, 32))),
     ((3, 2, 1, 1), (2, 3), ((64, 64, 8), (128, 128, 4), (64, 32, 2))),
+    ((4, 2, 1, 0), (1,), ((64, 64, 8), (128, 128, 16), (256, 256, 32))),
 )
 # Axes that differ: kernel, stride, padding, output_padding, dilation, C_in, C_out.
 UNEQUAL: tuple[tuple[Ints, Ints, Ints, Ints, Ints, int, int], ...] = (

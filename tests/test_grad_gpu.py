@@ -283,7 +283,9 @@ def by_turning() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")]
+)
 @pytest.mark.parametrize("name", TURNED)
 def test_rows_turned_before(cupy: Any, by_turning: None, name: str, dtype: str, precision: str | None) -> None:
     for operation in ("input", "conv"):

@@ -554,11 +554,22 @@ def test_wgmma_is_chosen_for_16_bits(problem: Problem, last: bool) -> None:
         (case((2, 32, 40, 40, 40), 32, 3, 3), "tf32", False, "phase_wgmma"),
         (case((8, 256, 56, 56), 256, 3, padding=1, groups=16), "tf32", False, "phase_wgmma"),
         (case((4, 64, 32000), 1, 2), "tf32", False, "phase_gemm"),
+        (case((2, 256, 4000), 32, 8, 2, 1), "tf32", False, "phase_wgmma"),
+        (case((16, 64, 10000), 16, 8, 1, 1), "tf32", False, "phase_gemm"),
         (case((4, 64, 40000), 4, 8, 4), "ieee", False, "few_channels"),  # the same rows, without tensor cores
         (case((2, 96, 48, 48, 48), 96, 3, groups=12), "tf32x3", True, "phase_wgmma"),
         (FIXED["kb73"], "tf32x3", True, "narrow_groups"),
     ],
-    ids=["runs-in-pieces", "unstrided-rows", "single-rows", "single-rows-ieee", "groups-3d", "groups-written"],
+    ids=[
+        "runs-in-pieces",
+        "unstrided-rows",
+        "single-rows",
+        "few-rows",
+        "few-columns",
+        "single-rows-ieee",
+        "groups-3d",
+        "groups-written",
+    ],
 )
 def test_choice(problem: Problem, precision: str, last: bool, kernel: str) -> None:
     assert plan_of(problem, precision=precision, last=last).kernel == kernel
