@@ -188,9 +188,18 @@ def test_names_and_parameters_parse() -> None:
 
 
 def test_the_lists_of_layers_are_of_cases() -> None:
-    files = [ROOT / f"benchmarks/{name}.txt" for name in ("layers", "more_layers", "chosen_layers")]
+    files = [ROOT / f"benchmarks/{name}.txt" for name in ("layers", "more_layers", "chosen_layers", "random_layers")]
     texts = [text for file in files for text in file.read_text().split()]
-    assert len(unique([parse_case(text) for text in texts])) == len(texts) > 140
+    assert len(unique([parse_case(text) for text in texts])) == len(texts) > 200
+
+
+def test_random_layers_are_what_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    script = script_of_benchmarks("draw_layers")
+    script.main(["11", "38"])
+    first = capsys.readouterr().out
+    script.main(["12", "19"])
+    second = re.sub("^r", "q", capsys.readouterr().out, flags=re.MULTILINE)
+    assert first + second == (ROOT / "benchmarks" / "random_layers.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -555,12 +564,17 @@ def test_readme_table_shows_the_slower_layout() -> None:
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 
 
-def make_readme_table(arguments: list[str]) -> None:
-    """Run the script, which is not a module of the package."""
-    spec = importlib.util.spec_from_file_location("make_readme_table", ROOT / "benchmarks" / "make_readme_table.py")
+def script_of_benchmarks(name: str) -> ModuleType:
+    """Import a script, which is not a module of the package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
+    sys.modules[name] = script  # where dataclasses look for it
     spec.loader.exec_module(script)
-    script.main(arguments)
+    return script
+
+
+def make_readme_table(arguments: list[str]) -> None:
+    script_of_benchmarks("make_readme_table").main(arguments)
 
 
 def test_the_readme_shows_the_recorded_run(tmp_path: Path) -> None:
