@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from cuconvt.geometry import Geometry
@@ -105,7 +106,7 @@ def plan_correlate_gemm(
         ("EARLY", work.early),
         ("Y_CHANNELS_LAST", int(layout.out_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.x_channels_last)),
-        *copy_macros(work.copied_bytes() if work.channels_last else 0).items(),
+        *copy_macros(work.copied_bytes).items(),
         ("INDEX64", int(reads_need_64_bits(g, layout, tile.box))),
         ("MIN_BLOCKS", work.blocks(tile)),
         ("SHARED_BYTES", shared),
@@ -121,7 +122,7 @@ def plan_correlate_gemm(
         block=tile.block,
         shared_bytes=shared,
         problem=problem_parameters(
-            g, layout, (tiles_d, tiles_h, tiles_w, tiles_c), work.result_by_pairs(), work.copied_bytes() > 0
+            g, layout, (tiles_d, tiles_h, tiles_w, tiles_c), work.result_by_pairs(), work.copied_bytes > 0
         ),
         cost=longer * work.clocks_a_position(tile) * prod(g.x_extent) * g.groups * g.n,
         packed_words=g.groups * tiles_c * g.kernel[0] * chunks * work.weight_words(tile),
@@ -159,11 +160,12 @@ class _Work:
         self.whole_rows = self.step_w == 1 and g.stride[2] == 1 and not self.channels_last
         self.early = -g.pad_before[2] % 4 if self.whole_rows else 0
 
+    @cached_property
     def copied_bytes(self) -> int:
-        """Return how many bytes of channels-last y may be copied at a time; 16 of rows stand for four positions."""
+        """How many bytes of channels-last y may be copied at a time, or none; 16 of rows stand for four positions."""
         g, strides, aligned = self.geometry, self.layout.out, self.layout.out_aligned
         if self.channels_last:
-            return copied_bytes(strides, aligned, g.c_out, g.groups, self.itemsize)
+            return copied_bytes(strides, aligned, g.c_out_per_group, g.groups, self.itemsize)
         whole = self.whole_rows and g.out_extent[2] % 4 == 0 and strides[4] == 1
         return 16 if aligned and whole and not any(stride % 4 for stride in strides[:4]) else 0
 
@@ -239,9 +241,8 @@ class _Work:
         loads = warps * deep * a_tap * 128 / SHARED_BYTES_A_CLOCK
         staged = self.y_words(tile) + self.weight_words(tile)
         l2 = 4 * staged / L2_BYTES_A_CLOCK
-        copied = self.copied_bytes()
-        a_copy = max(1, copied // 4)  # words
-        instructions = 20 if self.channels_last and a_copy > 1 else 5 if self.itemsize == 4 or copied else 10
+        a_copy = max(1, self.copied_bytes // 4)  # words
+        instructions = 20 if self.channels_last and a_copy > 1 else 5 if self.itemsize == 4 or self.copied_bytes else 10
         copies = self.y_words(tile) / a_copy * instructions + self.weight_words(tile)
         split = (28 * self.pairs(tile) + 2 * g.kernel[1] * tile.tiles_c * tile.rows) if self.products == 3 else 0
         issue = (copies / 32 + warps * deep * (products + 0.7 * a_tap + split)) / ISSUE

@@ -171,7 +171,7 @@ def plan_narrow_groups(
 def _reads_pieces(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
     """Whether 16 bytes of channels-last x may be read at a time."""
     g, last = geometry, layout.x_channels_last
-    return last and copied_bytes(layout.x, layout.x_aligned, g.c_in, g.groups, itemsize) == 16
+    return last and copied_bytes(layout.x, layout.x_aligned, g.c_in_per_group, g.groups, itemsize) == 16
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:

@@ -201,17 +201,20 @@ def _refuse_taps(geometry: Geometry) -> str | None:
 def _x_vector(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
     """Whether x may be copied four positions of a row at a time or, channels-last, some bytes of channels."""
     if layout.x_channels_last:
-        return copied_bytes(layout.x, layout.x_aligned, geometry.c_in, geometry.groups, itemsize) > 0
+        return copied_bytes(layout.x, layout.x_aligned, geometry.c_in_per_group, geometry.groups, itemsize) > 0
     whole = geometry.x_extent[2] % 4 == 0  # a view may end before the rows in memory do
     return whole and layout.x_aligned and layout.x[4] == 1 and _others_divisible(layout.x, 4, 4)
 
 
 def copied_bytes(strides: tuple[int, ...], aligned: bool, channels: int, groups: int, itemsize: int) -> int:
-    """Return how many bytes of a channels-last position asynchronous copies may bring at a time: 16, 8, 4 or none."""
+    """Return how many bytes of a channels-last position asynchronous copies may bring at a time: 16, 8, 4 or none.
+
+    Positions begin at multiples of it and, where there are several, so do groups of so many channels.
+    """
     if not aligned or strides[1] != 1:
         return 0
-    units = [strides[axis] for axis in range(len(strides)) if axis != 1] + [channels // groups] * (groups > 1)
-    return next((count for count in (16, 8, 4) if not any(unit * itemsize % count for unit in units)), 0)
+    steps = (strides[0], *strides[2:], *((channels,) if groups > 1 else ()))
+    return next((count for count in (16, 8, 4) if not any(step * itemsize % count for step in steps)), 0)
 
 
 def copy_macros(copied: int, name: str = "COPY_BYTES") -> dict[str, int]:
@@ -222,7 +225,7 @@ def copy_macros(copied: int, name: str = "COPY_BYTES") -> dict[str, int]:
 def _copy_macros(geometry: Geometry, layout: Layout, itemsize: int) -> dict[str, int]:
     if not layout.x_channels_last:
         return {}
-    return copy_macros(copied_bytes(layout.x, layout.x_aligned, geometry.c_in, geometry.groups, itemsize))
+    return copy_macros(copied_bytes(layout.x, layout.x_aligned, geometry.c_in_per_group, geometry.groups, itemsize))
 
 
 def _pairs(geometry: Geometry, layout: Layout, tile: Tile, itemsize: int) -> int:

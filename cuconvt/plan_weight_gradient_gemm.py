@@ -201,8 +201,7 @@ class _Work:
         single = 4 // self.per_word
         last = abs(strides[1]) == 1 and abs(strides[4]) != 1
         if last:
-            groups = self.geometry.groups
-            return copied_bytes(strides, aligned, channels * groups, groups, 4 // self.per_word) or single
+            return copied_bytes(strides, aligned, channels, self.geometry.groups, single) or single
         if not aligned or strides[4] != 1 or gap != 1:
             return single
         others = [*strides[:4], tap_step]

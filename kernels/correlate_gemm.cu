@@ -10,7 +10,8 @@
 // [word][d][h][w], or [d][h][w][word] for channels-last y, with the positions along W sorted by their remainder modulo the
 // stride: then the eight positions that a tap of a row needs are neighbours.
 //
-// Compile-time: kernel, stride, dilation, dtype, precision and tile. Run-time: N, extents, padding, channels, strides.
+// Compile-time: kernel, stride, dilation, dtype, precision and tile, and what copies of channels-last positions take at a time.
+// Run-time: N, extents, padding, channels, strides.
 #include "boxes.cuh"
 #include "tf32.cuh"
 

@@ -141,8 +141,7 @@ __device__ __forceinline__ void copy_rows(unsigned* to, const Stored* x, const I
         for (int k = 0; k < 4; ++k) {
             const bool copies = inside && channel + k < st.channels;
             if (BYTES == 16) copy_async_16_or_zeros(target, copies ? from : x, copies);
-            else if (BYTES == 8) copy_async_8(target, copies ? from : x, copies ? 8 : 0);
-            else copy_async_4(target, copies ? from : x, copies ? 4 : 0);
+            else copy_async<BYTES>(target, copies ? from : x, copies ? BYTES : 0);
             from += step;
             target += plane;
         }

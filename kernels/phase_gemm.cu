@@ -14,7 +14,8 @@
 // x, and so are the columns of one GEMM, a correlation with a kernel of KERNEL / STRIDE taps. Only the packed weights and
 // the stores tell the difference. It serves few channels, of which each phase would fill a part of a tile, and many phases.
 //
-// Compile-time: kernel, stride, dilation, dtype, precision and tile. Run-time: N, extents, padding, channels, strides.
+// Compile-time: kernel, stride, dilation, dtype, precision and tile, and what copies of channels-last positions take at a time.
+// Run-time: N, extents, padding, channels, strides.
 #include "common.cuh"
 #include "tf32.cuh"
 

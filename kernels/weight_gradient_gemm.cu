@@ -11,8 +11,9 @@
 // offset and stride; or (channels-last) channels of a position, which ldmatrix transposes, with the positions along W
 // sorted by their remainder modulo the stride, so that a tap's positions are neighbours.
 //
-// Compile-time: kernel, stride, dilation, dtype, precision and tile. Run-time: N, extents, padding, channels, strides, the
-// width of copies, and into how many parts the positions are cut (tiles[3]).
+// Compile-time: kernel, stride, dilation, dtype, precision and tile, and how wide copies of channels are that are not 16 bytes.
+// Run-time: N, extents, padding, channels, strides, the width of other copies, and into how many parts the positions are cut
+// (tiles[3]).
 #include "boxes.cuh"
 #include "partial_sums.cuh"
 #include "tf32.cuh"
@@ -169,8 +170,7 @@ __device__ __forceinline__ void copy_rows(unsigned* to, const Stored* from, cons
         const int left = inside ? channels - first : 0;
 #pragma unroll
         for (int c = 0; c < SHARE; ++c) {
-            if (BYTES == 16) copy_async_16(target, c < left ? source : from, c < left ? bytes : 0);
-            if (BYTES == 4) copy_async_4(target, c < left ? source : from, c < left ? bytes : 0);
+            copy_async<BYTES>(target, c < left ? source : from, c < left ? bytes : 0);
             source += step;
             target += Box::CHANNEL;
         }

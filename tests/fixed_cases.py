@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strategies import case
+from strategies import LAST, case
 
 FIXED = {
     # KernelBench level 1, problems 58, 61, 70, 72, 73 and 77, as published but for smaller extents.
@@ -48,7 +48,6 @@ SPECIAL = {
 
 # Channels-last, with positions or groups that start at multiples of so many bytes in 16 bits, of twice as many in
 # float32: of x, and of the result.
-LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
 RAGGED = {
     "by_eight": (case((2, 20, 5, 9, 17), 12, 3, 2, 1, has_bias=True, **LAST), (8, 8)),
     "groups_by_eight": (case((2, 24, 5, 9, 17), 40, 3, 2, 1, 1, groups=2, has_bias=True, **LAST), (8, 8)),

@@ -26,6 +26,7 @@ OUT_LAYOUTS = ("contiguous", "channels_last", "sliced", "cropped", "strided", "n
 LAYOUTS = (*OUT_LAYOUTS, "broadcast")
 # Whether x and the result are channels-last, for cases that take these in turns.
 SIDES = ((True, False), (True, True), (False, False), (False, True))
+LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}  # fields of a case
 
 # One example stays within milliseconds in float64 on one core.
 MAX_MACS = 2_000_000
@@ -147,7 +148,8 @@ def case(
 def place(values: np.ndarray, rank: int, layout: str, xp: Any = np) -> tuple[Any, Any]:
     """Copy `values` to a view with the given layout, inside a buffer whose other elements are all NaN.
 
-    Besides `LAYOUTS` there is "some_channels": channels-last, with a multiple of eight of which the view has the first.
+    Besides `LAYOUTS` there are "some_channels", channels-last with a multiple of eight of which the view has the first,
+    and "misaligned_last", channels-last as "misaligned" is contiguous.
 
     Returns the view and the buffer, which holds integers: in every float format all bits set are a NaN.
     """
@@ -155,7 +157,7 @@ def place(values: np.ndarray, rank: int, layout: str, xp: Any = np) -> tuple[Any
         view, buffer = place(values[:1], rank, "contiguous", xp)
         return xp.broadcast_to(view, values.shape), buffer
     order = list(range(values.ndim))  # the axes, from the slowest to the fastest in memory
-    if layout in ("channels_last", "some_channels"):
+    if layout in ("channels_last", "some_channels", "misaligned_last"):
         order.append(order.pop(-rank - 1))
     elif layout == "transposed":
         order.reverse()
@@ -170,7 +172,7 @@ def place(values: np.ndarray, rank: int, layout: str, xp: Any = np) -> tuple[Any
     elif layout == "strided":
         shape[-1] *= 2
     margin = 64  # elements on both sides, so that a read or write past either end is seen
-    start = margin + (layout == "misaligned")
+    start = margin + (layout in ("misaligned", "misaligned_last"))
     count = math.prod(shape)
     bits = f"i{values.dtype.itemsize}"
     buffer = xp.full(start + count + margin, -1, bits)

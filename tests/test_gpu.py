@@ -15,7 +15,7 @@ from gpu_tools import delay, plane_of, planned_by, to_gpu
 from harness import call, check, is_channels_last, to_numpy
 from hypothesis import given, seed, settings
 from special import check_denormals, check_infinities, check_scales
-from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, Specialisation, case, place, problems
+from strategies import DTYPES, LAST, LAYOUTS, OUT_LAYOUTS, Problem, Specialisation, case, place, problems
 from test_plan import problem_of
 
 import cuconvt
@@ -335,7 +335,6 @@ def test_planes_that_no_tap_reaches(
 
 
 # Of stride 1, channels-last x: correlations, for which bulk tensor copies bring x.
-LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
 TURNED = {
     "kb61": case((2, 48, 9, 17, 20), 48, 3, has_bias=True, **LAST),
     "wide": case((1, 256, 6, 11, 16), 136, 3, padding=1, has_bias=True, **LAST),
@@ -348,7 +347,6 @@ TURNED = {
 }
 
 
-LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
 # Channels-last x that copies bring to blocks that slide, own all phases or one, join taps, and keep their weights.
 COPIED = {
     "volume": case((2, 64, 18, 20, 22), 48, 3, 2, 1, 1, has_bias=True, **LAST),

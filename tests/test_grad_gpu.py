@@ -27,7 +27,7 @@ from gradients import (
 )
 from harness import is_channels_last, to_numpy
 from hypothesis import given, seed, settings
-from strategies import DTYPES, LAYOUTS, OUT_LAYOUTS, Problem, case, place, problems
+from strategies import DTYPES, LAST, LAYOUTS, OUT_LAYOUTS, Problem, case, place, problems
 from test_gpu import FOR_TENSOR_CORES, LONGEST, PRECISIONS, needs_memory, specialisation
 from test_plan import problem_of
 
@@ -329,7 +329,6 @@ def test_phases_as_channels(cupy: Any, by_phases: None, name: str, dtype: str, p
 
 
 # Channels-last y that bulk tensor copies bring, in rows of 32 to 128 bytes.
-LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
 BOXED = {
     "upsampling": case((2, 64, 9, 17, 24), 32, 3, stride=2, padding=1, output_padding=1, has_bias=True, **LAST),
     "wide": case((3, 136, 16, 33), 136, 4, stride=2, padding=1, **LAST),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import gradients
 import harness
 import pytest
@@ -39,5 +41,27 @@ def test_copies_of_every_width(family: str, name: str, dtype: str, precision: st
         with on_host(family, DEVICES[90], precision):
             harness.check(problem, dtype, precision=precision, calls=1)
     else:
+        with gradients_on_host(family, DEVICES[90], precision):
+            gradients.check(operation, problem, dtype, precision=precision, calls=1)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("family", KERNELS)
+def test_arrays_that_start_between_words(family: str, name: str, dtype: str, precision: str | None) -> None:
+    """Of these nothing is copied, or in float32 single elements."""
+    aligned, _ = RAGGED[name]
+    operation, macros = KERNELS[family]
+    geometry = geometry_of(aligned)
+    layout = dataclasses.replace(layout_of(geometry, True), x_aligned=False, out_aligned=False)
+    defines = dict(plan_family(family, geometry, dtype, layout, precision, DEVICES[90]).defines)
+    single = 4 if family == "weight_gradient_gemm" and dtype == "float32" else None
+    assert all(defines.get(macro) == single for macro in macros if macro is not None)
+    if operation == "forward":
+        problem = dataclasses.replace(aligned, x_layout="misaligned_last")
+        with on_host(family, DEVICES[90], precision):
+            harness.check(problem, dtype, precision=precision, calls=1)
+    else:
+        problem = dataclasses.replace(aligned, x_layout="misaligned_last", out_layout="misaligned_last")
         with gradients_on_host(family, DEVICES[90], precision):
             gradients.check(operation, problem, dtype, precision=precision, calls=1)

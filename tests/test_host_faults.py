@@ -20,7 +20,7 @@ from host.build import HERE, kernel_sources, why_not
 from host_phase_gemm import PhasesAsChannels
 from host_phase_wgmma import plan_with
 from hypothesis import given, settings
-from strategies import Problem, Specialisation, case, problems
+from strategies import LAST, Problem, Specialisation, case, problems
 
 from cuconvt import plan, plan_disjoint, plan_narrow_groups, plan_phase_wgmma
 from cuconvt.plan import Device
@@ -142,7 +142,6 @@ COPIED_IN_TURN = dataclasses.replace(
 COPIED_SLICES = dataclasses.replace(COPIED, workers=1, min_blocks=2, slides=True, k_steps=2)
 LINE = case((2, 8, 67), 8, 3)  # fewer positions than rows of a wgmma
 BOXES = case((2, 17, 7, 21), 12, (3, 3), stride=2, padding=1)
-LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}
 BOXES_LAST = case((2, 20, 7, 21), 12, (3, 3), stride=2, padding=1, **LAST)
 UNSTRIDED_LAST = case((5, 20, 7, 21), 12, (3, 3), padding=1, **LAST)  # several boxes for each team
 SLICES_LAST = case((1, 20, 7, 5, 9), 12, 3, **LAST)
