@@ -12,6 +12,7 @@ from fixed_cases import RAGGED
 from host.backend import on_host, plan_family
 from host.build import why_not
 from host_gradients import gradients_on_host
+from strategies import Problem
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -25,43 +26,50 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
-@pytest.mark.parametrize("name", RAGGED)
-@pytest.mark.parametrize("family", KERNELS)
+PRECISIONS = pytest.mark.parametrize(
+    ("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")]
+)
+NAMES = pytest.mark.parametrize("name", RAGGED)
+FAMILIES = pytest.mark.parametrize("family", KERNELS)
+
+
+def macros_of(family: str, problem: Problem, dtype: str, precision: str | None, aligned: bool) -> dict[int, int | None]:
+    """Return what a plan says of x (0) and of the result (1), of those of the two that the kernel copies."""
+    geometry = geometry_of(problem)
+    layout = dataclasses.replace(layout_of(geometry, True), x_aligned=aligned, out_aligned=aligned)
+    defines = dict(plan_family(family, geometry, dtype, layout, precision, DEVICES[90]).defines)
+    return {side: defines.get(macro) for side, macro in enumerate(KERNELS[family][1]) if macro is not None}
+
+
+def check(family: str, problem: Problem, dtype: str, precision: str | None) -> None:
+    operation, _ = KERNELS[family]
+    if operation == "forward":
+        with on_host(family, DEVICES[90], precision):
+            harness.check(problem, dtype, precision=precision, calls=1)
+    else:
+        with gradients_on_host(family, DEVICES[90], precision):
+            gradients.check(operation, problem, dtype, precision=precision, calls=1)
+
+
+@PRECISIONS
+@NAMES
+@FAMILIES
 def test_copies_of_every_width(family: str, name: str, dtype: str, precision: str | None) -> None:
     problem, starts = RAGGED[name]
-    operation, macros = KERNELS[family]
-    geometry = geometry_of(problem)
-    defines = dict(plan_family(family, geometry, dtype, layout_of(geometry, True), precision, DEVICES[90]).defines)
-    for macro, start in zip(macros, starts, strict=True):
-        copied = start * (2 if dtype == "float32" else 1)
-        if macro is not None:
-            assert defines.get(macro) == (copied if copied in (8, 4) else None)
-    if operation == "forward":
-        with on_host(family, DEVICES[90], precision):
-            harness.check(problem, dtype, precision=precision, calls=1)
-    else:
-        with gradients_on_host(family, DEVICES[90], precision):
-            gradients.check(operation, problem, dtype, precision=precision, calls=1)
+    for side, found in macros_of(family, problem, dtype, precision, aligned=True).items():
+        copied = starts[side] * (2 if dtype == "float32" else 1)
+        assert found == (copied if copied in (8, 4) else None)
+    check(family, problem, dtype, precision)
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
-@pytest.mark.parametrize("name", RAGGED)
-@pytest.mark.parametrize("family", KERNELS)
+@PRECISIONS
+@NAMES
+@FAMILIES
 def test_arrays_that_start_between_words(family: str, name: str, dtype: str, precision: str | None) -> None:
     """Of these nothing is copied, or in float32 single elements."""
-    aligned, _ = RAGGED[name]
-    operation, macros = KERNELS[family]
-    geometry = geometry_of(aligned)
-    layout = dataclasses.replace(layout_of(geometry, True), x_aligned=False, out_aligned=False)
-    defines = dict(plan_family(family, geometry, dtype, layout, precision, DEVICES[90]).defines)
+    problem, _ = RAGGED[name]
     single = 4 if family == "weight_gradient_gemm" and dtype == "float32" else None
-    assert all(defines.get(macro) == single for macro in macros if macro is not None)
-    if operation == "forward":
-        problem = dataclasses.replace(aligned, x_layout="misaligned_last")
-        with on_host(family, DEVICES[90], precision):
-            harness.check(problem, dtype, precision=precision, calls=1)
-    else:
-        problem = dataclasses.replace(aligned, x_layout="misaligned_last", out_layout="misaligned_last")
-        with gradients_on_host(family, DEVICES[90], precision):
-            gradients.check(operation, problem, dtype, precision=precision, calls=1)
+    assert set(macros_of(family, problem, dtype, precision, aligned=False).values()) == {single}
+    is_forward = KERNELS[family][0] == "forward"
+    out_layout = problem.out_layout if is_forward else "misaligned_last"  # y of a gradient is read
+    check(family, dataclasses.replace(problem, x_layout="misaligned_last", out_layout=out_layout), dtype, precision)
