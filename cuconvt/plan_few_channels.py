@@ -27,7 +27,8 @@ from cuconvt.plan import (
     span,
 )
 
-THREADS = 128
+THREADS = 128  # of a block at most
+THREADS_AROUND = 8  # what a block takes on top of its threads' work, in threads
 FEW = 4  # channels
 MAX_REGISTERS = 208  # of a thread, by estimate
 MAX_WEIGHTS_IN_REGISTERS = 72
@@ -81,11 +82,12 @@ def plan_few_channels(
     else:
         tiles_c = -(-geometry.c_out_per_group // tile.channels_out)
         channel_blocks = tiles_c * geometry.groups
-    tiles_q = -(-rows * tiles_w * tile.lanes_c // THREADS)
+    threads = threads_of_block(rows * tiles_w * tile.lanes_c)
+    tiles_q = -(-rows * tiles_w * tile.lanes_c // threads)
     blocks = geometry.stride[1] * tiles_q * channel_blocks * geometry.n
     planes = positions(geometry, 0)
     resident = work.blocks(tile, device)
-    wanted = -(-WAVES * device.multiprocessors * resident // blocks)
+    wanted = -(-WAVES * device.multiprocessors * resident * THREADS // (blocks * threads))
     chunks = max(1, min(wanted, planes // (2 * work.depth)))
     chunks = -(-planes // -(-planes // chunks))  # none without a plane
     if blocks * chunks > MAX_GRID or rows * tiles_w >= 2**31 - THREADS:
@@ -113,14 +115,19 @@ def plan_few_channels(
         kernel="few_channels",
         defines=defines,
         grid=blocks * chunks,
-        block=THREADS,
-        shared_bytes=work.shared_bytes(tile),
+        block=threads,
+        shared_bytes=work.shared_bytes(tile, threads),
         problem=problem_parameters(geometry, layout, (chunks, rows, tiles_w, tiles_c)),
         cost=compared
         * max(work.clocks_a_position(tile, device), work.memory_clocks_a_position())
         * all_positions(geometry),
         tile=tile,
     )
+
+
+def threads_of_block(threads: int) -> int:
+    """Return how many threads a block has, for so many in the rows of a plane: few of them should be idle."""
+    return min((128, 96, 64, 32), key=lambda block: -(-threads // block) * (block + THREADS_AROUND))
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
@@ -226,7 +233,7 @@ class _Work:
         return (
             g.c_in == g.c_out == g.groups
             and g.groups % 2 == 0
-            and self.itemsize <= 4
+            and self.itemsize == 2
             and self.layout.x_aligned
             and self.layout.x[1] == 1
             and all(stride % 2 == 0 for axis, stride in enumerate(self.layout.x) if axis != 1)
@@ -268,11 +275,11 @@ class _Work:
         by_shared = (device.shared_bytes + 1024) // (self.shared_bytes(tile) + 1024)
         return max(1, min(by_registers, by_shared, 6))
 
-    def shared_bytes(self, tile: Tile) -> int:
+    def shared_bytes(self, tile: Tile, threads: int = THREADS) -> int:
         groups = tile.lanes_c * tile.vector + 1 if tile.lanes_c > 1 else 1
         channel = round_up(self.taps * tile.channels_out * groups, 4)
         weights = round_up(self.geometry.c_in_per_group * channel * 4 * self.words, 16)
-        return weights + (THREADS * self.row(tile) * self.itemsize if tile.lanes_c == 1 else 0)
+        return weights + (threads * self.row(tile) * self.itemsize if tile.lanes_c == 1 else 0)
 
     def x_span(self, tile: Tile) -> int:
         """Return the largest offset into x that a thread computes, also where it then reads nothing."""

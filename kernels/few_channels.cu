@@ -81,7 +81,7 @@ __host__ __device__ constexpr int offset_w(int tap) {
 constexpr int FIRST_W = offset_w(KERNEL_W - 1);  // the smallest offset, and the largest
 constexpr int LAST_W = offset_w(0);
 
-constexpr int THREADS = 128;
+constexpr unsigned MAX_THREADS = 128;  // a block has fewer where the rows of a plane have fewer positions
 constexpr int ROWS = AxisH::MAX_TAPS;  // of x that reach a row of outputs
 constexpr int COLUMNS = POSITIONS_W + LAST_W - FIRST_W;
 constexpr int DEPTH = AxisD::REACH + 1;  // positions q along D that a plane of x reaches
@@ -109,14 +109,14 @@ struct Block {
 };
 
 __device__ __forceinline__ Block locate(const Problem& p) {
-    constexpr unsigned POSITIONS = THREADS / LANES_C;  // of a block
-    const unsigned tiles_q = ((unsigned)(p.tiles[1] * p.tiles[2]) + POSITIONS - 1) / POSITIONS;
+    const unsigned positions = blockDim.x / LANES_C;  // of a block
+    const unsigned tiles_q = ((unsigned)(p.tiles[1] * p.tiles[2]) + positions - 1) / positions;
     // The rows of different phases run fastest: they interleave in the output and read the same x.
     unsigned index = blockIdx.x;
     Block b;
     b.residue_h = (int)(index % STRIDE_H);
     index /= STRIDE_H;
-    b.position = index % tiles_q * POSITIONS;
+    b.position = index % tiles_q * positions;
     index /= tiles_q;
     const Index q_d = (Index)((p.out_extent[0] - 1 + p.pad[0]) / STRIDE_D - p.pad[0] / STRIDE_D + 1);
     const Index length = (q_d + (Index)p.tiles[0] - 1) / (Index)p.tiles[0];
@@ -204,7 +204,7 @@ __device__ __forceinline__ bool out_aligned(const Stored* out, const Problem& p)
 __device__ __forceinline__ void stage_weight(Acc* to, const Stored* weight, const Problem& p, const Block& b,
                                              const PhaseTaps<AxisH, KERNEL_H>& taps_h) {
     const int count = (int)p.c_in * TAPS * CHANNELS_OUT * LANES_C * VECTOR;
-    for (int i = threadIdx.x; i < count; i += THREADS) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
         const int tap = i % TAPS, row = tap / KERNEL_W % ROWS;
         const int co = i / TAPS % CHANNELS_OUT, rest = i / (TAPS * CHANNELS_OUT);
         const int ci = rest % (int)p.c_in, lane = rest / (int)p.c_in;
@@ -288,7 +288,7 @@ __device__ __forceinline__ void multiply(Results& acc, const Window& x, const We
 
 // ---- the kernel ---------------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
     few_channels(const Stored* x, const Stored* weight, const Stored* bias, Stored* out, const Problem p) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Acc* const shared = reinterpret_cast<Acc*>(shared_bytes);
@@ -305,6 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int group = (int)(channel / p.c_out);
     const int channels = (int)(p.c_out - channel % p.c_out);  // of the group, from here on
     const bool idle = position >= positions || group >= p.groups;
+    if (__all_sync(~0u, idle)) return;  // no barrier of the block follows
     const Index first_t = (Index)(position % tiles_w) * POSITIONS_W;
     const Index out_h = (Index)(position / tiles_w) * STRIDE_H + b.residue_h, out_w = first_t * STRIDE_W;
 

@@ -1,4 +1,4 @@
-"""The stores of few_channels, on the host: whole ones where the output allows them, and the others."""
+"""few_channels on the host: stores, whole ones where the output allows them and others, and blocks of small planes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,23 @@ def test_rows_are_stored_whole_or_turned(dtype: str) -> None:
             check(whole_stores(dtype, out_layout), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("extent", "threads", "idle"), [((9, 3, 4), 32, 0), ((2, 55, 28), 64, 1), ((3, 12, 32), 96, 0)]
+)
+def test_blocks_suit_the_rows_of_a_plane(extent: tuple[int, int, int], threads: int, idle: int) -> None:
+    """Some have fewer warps than others, and some warps nothing to do."""
+    problem = case((2, 2, *extent), 2, 3, padding=1, groups=2, has_bias=True)
+    geometry = geometry_of(problem)
+    plan = plan_family("few_channels", geometry, "float32", layout_of(geometry), None, DEVICES[90])
+    width = dict(plan.defines)["POSITIONS_W"]
+    positions = extent[1] * -(-extent[2] // width)
+    assert plan.block == threads
+    assert (-positions % threads) // 32 == idle
+    with on_host("few_channels", DEVICES[90]):
+        check(problem, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_pairs_of_channels_are_stored_whole_or_one_by_one(dtype: str) -> None:
     last = whole_stores(dtype, "channels_last", "channels_last")
     geometry = geometry_of(last)
