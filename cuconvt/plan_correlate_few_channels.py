@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import gcd, prod
+from dataclasses import dataclass, replace
+from math import gcd, hypot, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -23,10 +23,10 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_gemm import with_margin
-from cuconvt.plan_few_channels import _batch_as_axis, _constant_stride
-from cuconvt.plan_rows import Row, spent_ahead, spent_on_window, whole_pieces
+from cuconvt.plan_few_channels import _batch_as_axis, _constant_stride, threads_of_block
+from cuconvt.plan_rows import BYTES_A_CLOCK, POSITIONS, Row, Step, spent_ahead, spent_on_window, whole_pieces
 
-THREADS = 128
+THREADS = 128  # of a block at most
 FEW = 4  # channels
 MAX_REGISTERS = 192  # of a thread, by estimate
 MAX_WEIGHTS_IN_REGISTERS = 72
@@ -34,15 +34,11 @@ MAX_SHARED_BYTES = 48 * 1024
 REGISTERS = 65536  # of a multiprocessor
 WAVES = 4  # of blocks, at least, where the slide along D can be cut
 
-LANES = 128  # threads that a multiprocessor advances by an instruction a clock
-BUSY = 2  # with so many blocks on a multiprocessor half of these clocks are used, with more of them more
-BYTES_A_CLOCK = 18  # to and from memory
-LATENCY = 800  # clocks until a load from memory arrives
-# What the estimate is more optimistic than those of the tensor cores' kernels, measured on an H200: for one channel of
-# y a group and for more, of 16 bits and of more. Beside such kernels, what one channel of y without groups takes of it
-# where the result is in rows.
-COMPARED, COMPARED_OF_16_BITS, COMPARED_OF_MORE = 1.3, 1.9, 2.7
-OF_SINGLE_CHANNEL = 0.75
+# What the estimate is multiplied by beside other kernels', fitted to 900 of their times: for one channel of y a group,
+# for some and for many. Of that: one channel without groups, its result in rows, beside tensor cores; some channels
+# of groups, channels-last; and many in rows, not beside tensor cores.
+COMPARED, COMPARED_OF_SOME, COMPARED_OF_MANY = 0.65, 1.15, 2.1
+OF_SINGLE, OF_SOME_LAST, OF_MANY_ROWS = 0.62, 0.45, 0.5
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,8 @@ class Tile:
     """The compile-time shape of a thread's work; the fields are the macros of the kernel."""
 
     positions_w: int
+    shared_w: int  # positions where rows of y are aligned, so that lanes share their columns; 0: they never do
     lanes_c: int
-    shared: bool  # whether neighbouring lanes share columns of y
     ahead: bool  # whether rows are fetched a step before they are needed
     hold_weights: bool  # whether a thread's weights stay in registers
 
@@ -66,48 +62,55 @@ def plan_correlate_few_channels(
     geometry, layout = _batch_as_axis(geometry, layout)
     g = geometry
     work = _Work(g, dtype, layout, device)
-    tile = tile or min(work.tiles(), key=work.clocks_a_position, default=None)
+    tile = tile or min(work.tiles(), key=work.clocks_of_tile, default=None)
     if tile is None:
         return Refusal(name, "the taps of a step do not fit into the registers")
     if work.shared_bytes(tile) > MAX_SHARED_BYTES:
         return Refusal(name, f"the weights of a block take more than {MAX_SHARED_BYTES} bytes of shared memory")
-    tiles_w = -(-g.x_extent[2] // tile.positions_w)
+    x_extents, y_extents = (g.n, g.c_in, *g.x_extent), (g.n, g.c_out, *g.out_extent)
+    row = work.row(tile.shared_w, shared=True)
+    is_shared = tile.shared_w > 0 and whole_pieces(layout.out, y_extents, layout.out_aligned, row.piece)
+    positions_w = tile.shared_w if is_shared else tile.positions_w
+    tiles_w = -(-g.x_extent[2] // positions_w)
     tiles_c = -(-g.c_in // tile.lanes_c)
-    blocks = -(-g.x_extent[1] * tiles_w * tile.lanes_c // THREADS) * tiles_c * g.n
+    threads = threads_of_block(g.x_extent[1] * tiles_w * tile.lanes_c)
+    blocks = -(-g.x_extent[1] * tiles_w * tile.lanes_c // threads) * tiles_c * g.n
     resident = work.blocks(tile)
-    wanted = -(-WAVES * device.multiprocessors * resident // blocks)
+    wanted = -(-WAVES * device.multiprocessors * resident * THREADS // (blocks * threads))
     runs = max(1, min(wanted, g.x_extent[0] // (2 * work.depth)))
     runs = -(-g.x_extent[0] // -(-g.x_extent[0] // runs))  # none without a plane
     if blocks * runs > MAX_GRID or g.x_extent[1] * tiles_w >= 2**31 - THREADS:
         return Refusal(name, f"{blocks * runs} blocks are more than a launch takes ({MAX_GRID})")
-    row = work.row(tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
         ("POSITIONS_W", tile.positions_w),
         ("LANES_C", tile.lanes_c),
+        ("SHARED_W", tile.shared_w),
         ("EARLY", row.early),
         ("AHEAD", int(tile.ahead)),
         ("HOLD_WEIGHTS", int(tile.hold_weights)),
-        ("Y_STRIDE_W", _constant_stride(layout.out, layout.out_channels_last, g.c_out)),
+        ("Y_STRIDE_W", work.y_stride_w),
         ("INDEX64", int(reads_need_64_bits(g, layout, (work.depth, 1, 32)))),
         ("MIN_BLOCKS", resident),
     )
-    x_extents, y_extents = (g.n, g.c_in, *g.x_extent), (g.n, g.c_out, *g.out_extent)
     return Plan(
         kernel=name,
         defines=defines,
         grid=blocks * runs,
-        block=THREADS,
+        block=threads,
         shared_bytes=work.shared_bytes(tile),
         problem=problem_parameters(
             g,
             layout,
             (runs, g.x_extent[1], tiles_w, tiles_c),
-            whole_pieces(layout.x, x_extents, layout.x_aligned, tile.positions_w),
-            whole_pieces(layout.out, y_extents, layout.out_aligned, row.piece),
+            whole_pieces(layout.x, x_extents, layout.x_aligned, positions_w),
+            is_shared,
         ),
-        cost=work.cost_a_position(tile, refuse_tensor_cores(dtype, precision, device) is None) * prod(g.x_extent) * g.n,
+        cost=work.compared(refuse_tensor_cores(dtype, precision, device) is None)
+        * work.clocks_of_tile(tile)
+        * prod(g.x_extent)
+        * g.n,
         tile=tile,
     )
 
@@ -128,38 +131,57 @@ class _Work:
         self.itemsize = {"float64": 8, "float32": 4}.get(dtype, 2)
         self.words = 2 if dtype == "float64" else 1  # registers of an accumulator
         self.depth = (g.kernel[0] - 1) * g.dilation[0] // g.stride[0] + 1
+        self.y_stride_w = _constant_stride(layout.out, layout.out_channels_last, g.c_out)
         self.planes = min(g.kernel[0], g.stride[0] // gcd(g.stride[0], g.dilation[0]))  # of y that a step reads
 
     def tiles(self) -> Iterator[Tile]:
-        """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
+        """Yield the best of the tiles that fit, for each way to hold what they need.
+
+        They depend on neither N nor extents, which therefore never recompile.
+        """
         channels = self.geometry.c_in
         lanes = 1
         if self.layout.x_channels_last and channels > 1:
             lanes = min((n for n in (32, 16, 8, 4, 2) if n < 2 * channels), key=lambda n: (round_up(channels, n), -n))
-        choices = (True, False)
         may_hold = self.geometry.c_out_per_group == 1 and self.geometry.taps * self.words <= MAX_WEIGHTS_IN_REGISTERS
-        for positions_w, shared, ahead, hold_weights in itertools.product((1, 2, 4, 8), choices, choices, choices):
-            tile = Tile(positions_w, lanes, shared, ahead, hold_weights)
-            if (shared and (lanes > 1 or self.layout.out[4] != 1)) or (hold_weights and not may_hold):
+        for ahead, hold_weights in itertools.product((True, False), (True, False) if may_hold else (False,)):
+            alone = [tile for p in POSITIONS if self.fits(tile := Tile(p, 0, lanes, ahead, hold_weights))]
+            if not alone:
                 continue
-            fits_a_store = positions_w == 1 or positions_w * self.itemsize <= 16
-            if fits_a_store and self.row(tile).is_possible and self.registers(tile) <= MAX_REGISTERS:
-                yield tile
+            tile = min(alone, key=lambda tile: self.clocks_a_position(tile, False))
+            both = [both for p in POSITIONS if self.fits(both := replace(tile, shared_w=p))]
+            yield min(both, key=lambda tile: self.clocks_a_position(tile, True), default=tile)
 
-    def row(self, tile: Tile) -> Row:
-        return Row.of(self.geometry, tile.positions_w, tile.shared, self.itemsize)
+    def fits(self, tile: Tile) -> bool:
+        """Whether lanes can read rows so, and registers and stores hold what they have to."""
+        rows = list(self.rows(tile))
+        may_share = tile.lanes_c == 1 and self.layout.out[4] == 1
+        fits_a_store = all(p == 1 or p * self.itemsize <= 16 for p in (tile.positions_w, tile.shared_w))
+        is_possible = fits_a_store and all(row.is_possible and (may_share or not row.shared) for row in rows)
+        return is_possible and self.registers(tile) <= MAX_REGISTERS
+
+    def row(self, positions: int, shared: bool) -> Row:
+        return Row.of(self.geometry, positions, shared, self.itemsize)
+
+    def rows(self, tile: Tile) -> Iterator[Row]:
+        """Yield the rows of y as a thread reads them alone and, if so, as it shares them."""
+        yield self.row(tile.positions_w, shared=False)
+        if tile.shared_w:
+            yield self.row(tile.shared_w, shared=True)
 
     def registers(self, tile: Tile) -> int:
         """Estimate the registers of a thread."""
-        g, row = self.geometry, self.row(tile)
+        g = self.geometry
         held = self.planes if tile.ahead else 1
-        count = self.words * (self.depth * tile.positions_w + row.columns[0])
-        count += spent_on_window(row, held * g.kernel[1]) + g.kernel[1] + 44
-        if tile.ahead:
-            count += spent_ahead(row, g.kernel[1])
+        most = 0
+        for row in self.rows(tile):
+            count = self.words * (self.depth * row.positions + row.columns[0])
+            count += spent_on_window(row, held * g.kernel[1])
+            most = max(most, count + (spent_ahead(row, g.kernel[1]) if tile.ahead else 0))
         # Weights that are not held are loaded ahead of their use; of very many, the compiler loads many so.
         loaded = min(g.taps // 4, 32) + max(0, g.taps - 144) // 2
-        return with_margin(count + self.words * (g.taps if tile.hold_weights else loaded), self.device)
+        weights = self.words * (g.taps if tile.hold_weights else loaded)
+        return with_margin(most + g.kernel[1] + 44 + weights, self.device)
 
     def blocks(self, tile: Tile) -> int:
         """Blocks that a multiprocessor holds."""
@@ -169,31 +191,34 @@ class _Work:
         lanes = tile.lanes_c + 1 if tile.lanes_c > 1 else 1
         return round_up(self.geometry.c_out_per_group * self.geometry.taps * lanes * 4 * self.words, 16)
 
-    def clocks_a_position(self, tile: Tile) -> float:
-        """Estimate the clocks of a multiprocessor for one position and all channels."""
-        g, row = self.geometry, self.row(tile)
-        rows = self.planes * g.kernel[1] * g.c_out_per_group
-        weights = 0.0
-        if not tile.hold_weights:
-            weights = g.taps * g.c_out_per_group * (1 if tile.lanes_c > 1 else self.words / 4)
-        arithmetic = g.taps * g.c_out_per_group * tile.positions_w * self.words
-        addresses = 0 if _constant_stride(self.layout.out, self.layout.out_channels_last, g.c_out) else 2
-        step = arithmetic + weights + rows * (row.instructions + addresses * row.columns[0]) + 4 * tile.positions_w + 40
-        apart = 1 if tile.lanes_c > 1 else tile.positions_w * g.stride[2]  # elements, of the lanes of a warp
-        l1 = (rows * row.l1_clocks(apart) + weights) / 32
-        planes = g.c_out_per_group * (1 if tile.ahead else self.planes)  # that a warp waits for
-        waiting = max(step, planes * LATENCY) if tile.ahead else step + planes * LATENCY
-        a_step = max(step * (1 + BUSY / self.blocks(tile)) / LANES, l1, waiting / self.blocks(tile) / LANES)
-        return a_step * g.c_in / tile.positions_w
+    def clocks_of_tile(self, tile: Tile) -> float:
+        """Estimate the clocks of a position, of which half lie in rows that lanes share, if they do."""
+        return (self.clocks_a_position(tile, tile.shared_w > 0) + self.clocks_a_position(tile, False)) / 2
 
-    def cost_a_position(self, tile: Tile, beside_tensor_cores: bool) -> float:
-        """Return the clocks for comparison with other kernels."""
-        compared = COMPARED_OF_16_BITS if self.itemsize == 2 else COMPARED_OF_MORE
-        if self.geometry.c_out_per_group == 1:
-            compared = COMPARED
-            if beside_tensor_cores and self.geometry.groups == 1 and not self.layout.x_channels_last:
-                compared *= OF_SINGLE_CHANNEL
-        return compared * max(self.clocks_a_position(tile), self.memory_clocks_a_position())
+    def clocks_a_position(self, tile: Tile, is_shared: bool) -> float:
+        """Estimate the clocks of a multiprocessor for one position and all channels."""
+        g = self.geometry
+        row = self.row(tile.shared_w if is_shared else tile.positions_w, is_shared)
+        rows = self.planes * g.kernel[1] * g.c_out_per_group
+        step = Step(
+            products=g.taps * g.c_out_per_group * row.positions * self.words,
+            rows=rows,
+            weights=0 if tile.hold_weights else g.taps * g.c_out_per_group * self.words / 4,
+            others=4 * row.positions + 40,
+            waits=g.c_out_per_group * (1 if tile.ahead else self.planes),
+        )
+        clocks = step.clocks(row, self.blocks(tile), along_c=tile.lanes_c > 1, has_stride=not self.y_stride_w)
+        return hypot(clocks * g.c_in / row.positions, self.memory_clocks_a_position())
+
+    def compared(self, beside_tensor_cores: bool) -> float:
+        """Return what the estimate is multiplied by for comparison with other kernels."""
+        channels, last = self.geometry.c_out_per_group, self.layout.out_channels_last
+        if channels == 1:
+            in_single_rows = self.geometry.groups == 1 and not self.layout.x_channels_last
+            return COMPARED * (OF_SINGLE if in_single_rows and beside_tensor_cores else 1)
+        if channels <= FEW:
+            return COMPARED_OF_SOME * (OF_SOME_LAST if last and self.geometry.groups > 1 else 1)
+        return COMPARED_OF_MANY * (1 if beside_tensor_cores or last else OF_MANY_ROWS)
 
     def memory_clocks_a_position(self) -> float:
         """Return the clocks that a multiprocessor would take to move y and the result of a position."""

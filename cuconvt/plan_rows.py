@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
+from math import gcd, hypot
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Ints
 from cuconvt.plan_correlate import staged_axis
 
 MOST_COLUMNS = 32  # of a thread
+POSITIONS = 1, 2, 4, 8  # of a thread along W
 LANES = 32  # of a warp
+
+# What a step of the slide along D costs, fitted to 4600 times of gradients of few channels on an H100: as how many
+# instructions count a product, an instruction for rows (that a thread reads alone, or lanes share), four weights and
+# another one, and as how many clocks those of the L1 cache, which takes longer where lanes lie along the channels.
+# With BUSY blocks half of a multiprocessor's clocks are used.
+PRODUCTS, ROWS, SHARED_ROWS, WEIGHTS, WEIGHTS_ALONG_C, OTHERS = 0.8, 0.85, 2.3, 7, 2.4, 0.85
+CACHED, SHARED_CACHED, CACHED_ALONG_C = 0.75, 0.6, 5
+BUSY = 4
+LATENCY = 130  # clocks that a warp waits for rows
+INSTRUCTIONS = 128  # of as many threads that a multiprocessor advances a clock
+BYTES_A_CLOCK = 14  # to and from memory
 WAVEFRONT_BYTES = 128  # that a multiprocessor's L1 cache hands out a clock
 
 
@@ -103,7 +115,7 @@ class Row:
     def l1_clocks(self, apart: int) -> float:
         """Clocks that the L1 cache takes for a row of a warp whose lanes read elements so far apart."""
         if not self.shared:
-            return self.columns[0] * max(1.0, LANES * min(32, apart * self.itemsize) / WAVEFRONT_BYTES)
+            return self.columns[0] * max(1.0, LANES * min(WAVEFRONT_BYTES, apart * self.itemsize) / WAVEFRONT_BYTES)
         exchanges = self._exchanged * max(self.itemsize, 4) / 4 if self.itemsize > 2 else self._exchanged / 2
         return LANES * self.own * self.itemsize / WAVEFRONT_BYTES + exchanges + self.early + self.later
 
@@ -112,6 +124,35 @@ class Row:
         """Columns of the neighbours, in whole words."""
         elements = max(1, 4 // self.itemsize)
         return elements * (-(-self.early // elements) + -(-self.later // elements))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a thread does in a step of its slide along D.
+
+    Products, rows of y and weights that it reads, instructions around them, and how often it waits for rows.
+    """
+
+    products: int
+    rows: int
+    weights: float
+    others: int
+    waits: int
+
+    def clocks(self, row: Row, blocks: int, along_c: bool, has_stride: bool) -> float:
+        """Estimate the clocks of a multiprocessor that holds so many blocks.
+
+        The lanes of a warp lie along W or along the channels; columns may be apart in memory by what no compiler knows.
+        """
+        reads = self.rows * (row.instructions + 2 * has_stride * row.columns[0])
+        instructions = PRODUCTS * self.products + OTHERS * self.others
+        instructions += (WEIGHTS_ALONG_C if along_c else WEIGHTS) * self.weights
+        instructions += (SHARED_ROWS if row.shared else ROWS) * reads
+        issue = instructions * (1 + BUSY / blocks) / INSTRUCTIONS
+        apart = 1 if along_c else row.positions * row.stride  # elements
+        cached = CACHED_ALONG_C if along_c else SHARED_CACHED if row.shared else CACHED
+        cached *= (self.rows * row.l1_clocks(apart) + self.weights) / LANES
+        return hypot(issue, cached, (issue + LATENCY * self.waits / INSTRUCTIONS) / blocks)
 
 
 def spent_on_window(row: Row, rows: int) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import gcd, prod
+from dataclasses import dataclass, replace
+from math import gcd, hypot, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -24,13 +24,14 @@ from cuconvt.plan import (
     round_up,
 )
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_correlate_few_channels import refuse_channels
+from cuconvt.plan_correlate_few_channels import FEW, refuse_channels
 from cuconvt.plan_correlate_gemm import with_margin
 from cuconvt.plan_few_channels import _batch_as_axis, _constant_stride
-from cuconvt.plan_rows import Row, spent_ahead, spent_on_window, whole_pieces
+from cuconvt.plan_rows import BYTES_A_CLOCK, POSITIONS, Row, Step, spent_ahead, spent_on_window, whole_pieces
 
 THREADS = 128
-WARPS = THREADS // 32
+LANES_OF_WARP = 32
+WARPS = THREADS // LANES_OF_WARP
 MAX_SUMS = 80  # of a thread, in registers
 MAX_REGISTERS = 192  # of a thread, by estimate
 MAX_SHARED_BYTES = 48 * 1024
@@ -38,15 +39,13 @@ MAX_WORKSPACE_BYTES = 256 * 2**20
 REGISTERS = 65536  # of a multiprocessor
 WAVES = 4  # of blocks, at most
 STEPS_AROUND = 8  # what a block takes to add up its sums, in steps along D
-LEAST_PLANES = 8  # of a run along D, in those that a plane of y meets
+STEPS_OF_COLUMN = 2  # and to begin another column of positions
+LEAST_PLANES = 4  # of a run along D, in those that a plane of y meets
 
-LANES = 128  # threads that a multiprocessor advances by an instruction a clock
-BUSY = 2  # with so many blocks on a multiprocessor half of these clocks are used, with more of them more
-BYTES_A_CLOCK = 18  # from memory
-CACHED_BYTES_A_CLOCK = 40  # from L2
-LATENCY = 800  # clocks until a load from memory arrives
-COMPARED = 1.3  # what the estimate is more optimistic than those of the tensor cores' kernels, measured on an H200
-OF_LAST = 0.62  # of that, channels-last beside these: of 11 layers
+CACHED_BYTES_A_CLOCK = 31  # from L2
+# What the estimate is multiplied by beside other kernels', fitted to 900 of their times. Of that, channels-last beside
+# tensor cores; and in rows groups of three or four channels of both x and y.
+COMPARED, OF_LAST, OF_SEVERAL = 0.57, 0.62, 1.8
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class Tile:
 
     taps_h: int
     positions_w: int
+    shared_w: int  # positions where rows of y are aligned, so that lanes share their columns; 0: they never do
     lanes_c: int
-    shared: bool  # whether neighbouring lanes share columns of y
     ahead: bool  # whether rows are fetched a step before they are needed
 
 
@@ -70,31 +69,37 @@ def plan_weight_gradient_few_channels(
     geometry, layout = _batch_as_axis(geometry, layout)
     g = geometry
     work = _Work(g, dtype, layout, device)
-    tile = tile or min(work.tiles(), key=work.clocks_a_position, default=None)
+    tile = tile or min(work.tiles(), key=work.clocks_of_tile, default=None)
     if tile is None:
         return Refusal(name, "the taps of a row do not fit into the registers")
-    tiles_w = -(-g.x_extent[2] // tile.positions_w)
-    columns = -(-g.x_extent[1] * tiles_w * tile.lanes_c // THREADS) * g.n
+    y_extents = (g.n, g.c_out, *g.out_extent)
+    row = work.row(tile.shared_w, shared=True)
+    is_shared = tile.shared_w > 0 and whole_pieces(layout.out, y_extents, layout.out_aligned, row.piece)
+    tiles_w = -(-g.x_extent[2] // (tile.shared_w if is_shared else tile.positions_w))
+    columns = -(-g.x_extent[1] * tiles_w * tile.lanes_c // LANES_OF_WARP) * g.n  # of positions, of a warp each
     tiles = work.tiles_of_weights(tile)
     if columns * g.x_extent[0] >= 2**31 or tiles > MAX_GRID or g.x_extent[1] * tiles_w >= 2**31 - THREADS:
         return Refusal(name, f"{columns} columns of positions or {tiles} tiles are more than it counts")
     runs, parts = work.cut(tile, columns)
-    row = work.row(tile)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         *axis_macros(KERNEL=g.kernel, STRIDE=g.stride, DILATION=g.dilation),
         ("TAPS_H", tile.taps_h),
         ("POSITIONS_W", tile.positions_w),
         ("LANES_C", tile.lanes_c),
+        ("SHARED_W", tile.shared_w),
         ("EARLY", row.early),
         ("AHEAD", int(tile.ahead)),
-        ("Y_STRIDE_W", _constant_stride(layout.out, layout.out_channels_last, g.c_out)),
+        ("Y_STRIDE_W", work.y_stride_w),
         ("INDEX64", int(reads_need_64_bits(g, layout, (work.depth, 1, 32)))),
         ("MIN_BLOCKS", work.blocks(tile)),
     )
-    y_extents = (g.n, g.c_out, *g.out_extent)
     beside_tensor_cores = refuse_tensor_cores(dtype, precision, device) is None
-    compared = COMPARED * (OF_LAST if layout.out_channels_last and beside_tensor_cores else 1)
+    compared = COMPARED
+    if layout.out_channels_last:
+        compared *= OF_LAST if beside_tensor_cores else 1
+    elif min(g.c_in_per_group, g.c_out_per_group) > 2 and max(g.c_in_per_group, g.c_out_per_group) <= FEW:
+        compared *= OF_SEVERAL
     return Plan(
         kernel=name,
         defines=defines,
@@ -105,9 +110,9 @@ def plan_weight_gradient_few_channels(
             g,
             layout,
             (runs, g.x_extent[1], tiles_w, parts),
-            out_vector=whole_pieces(layout.out, y_extents, layout.out_aligned, row.piece),
+            out_vector=is_shared,
         ),
-        cost=compared * max(work.clocks_a_position(tile), work.memory_clocks_a_position(tile)) * prod(g.x_extent) * g.n,
+        cost=compared * work.clocks_of_tile(tile) * prod(g.x_extent) * g.n,
         workspace_bytes=work.tile_bytes(tile) * tiles * parts if parts > 1 else 0,
         sums=tiles * work.values(tile) if parts > 1 else 0,
         tile=tile,
@@ -122,30 +127,47 @@ class _Work:
         self.geometry, self.layout, self.device = g, layout, device
         self.itemsize = {"float64": 8, "float32": 4}.get(dtype, 2)
         self.words = 2 if dtype == "float64" else 1  # registers of an accumulator
+        self.y_stride_w = _constant_stride(layout.out, layout.out_channels_last, g.c_out)
         self.depth = (g.kernel[0] - 1) * g.dilation[0] // g.stride[0] + 1
         self.planes = min(g.kernel[0], g.stride[0] // gcd(g.stride[0], g.dilation[0]))  # of y that a step reads
         self.pairs = g.c_in * g.c_out_per_group  # of channels
 
     def tiles(self) -> Iterator[Tile]:
-        """Yield the tiles that fit. They depend on neither N nor extents, which therefore never recompile."""
+        """Yield the best of the tiles that fit, for each number of rows of the kernel, with rows ahead and without.
+
+        They depend on neither N nor extents, which therefore never recompile.
+        """
         lanes = 1
         if (self.layout.x_channels_last or self.layout.out_channels_last) and self.pairs > 1:
             fits = [n for n in (32, 16, 8, 4, 2) if n < 2 * self.pairs]
             lanes = min(fits, key=lambda n: (round_up(self.pairs, n), -n))
         all_taps = self.geometry.kernel[1]
         shares = {-(-all_taps // tiles) for tiles in (1, 2, 3, 4, all_taps)}
-        for taps_h, positions_w in itertools.product(sorted(shares, reverse=True), (1, 2, 4, 8)):
-            for shared, ahead in itertools.product((True, False), repeat=2):
-                tile = Tile(taps_h, positions_w, lanes, shared, ahead)
-                if (shared and (lanes > 1 or self.layout.out[4] != 1)) or self.sums(tile) * self.words > MAX_SUMS:
-                    continue
-                if not self.row(tile).is_possible or self.registers(tile) > MAX_REGISTERS:
-                    continue
-                if self.shared_bytes(tile) <= MAX_SHARED_BYTES:
-                    yield tile
+        for taps_h, ahead in itertools.product(sorted(shares, reverse=True), (True, False)):
+            alone = [tile for p in POSITIONS if self.fits(tile := Tile(taps_h, p, 0, lanes, ahead))]
+            if not alone:
+                continue
+            tile = min(alone, key=lambda tile: self.clocks_a_position(tile, False))
+            both = [both for p in POSITIONS if self.fits(both := replace(tile, shared_w=p))]
+            yield min(both, key=lambda tile: self.clocks_a_position(tile, True), default=tile)
 
-    def row(self, tile: Tile) -> Row:
-        return Row.of(self.geometry, tile.positions_w, tile.shared, self.itemsize)
+    def fits(self, tile: Tile) -> bool:
+        """Whether lanes can read rows so, and registers and shared memory hold what they have to."""
+        rows = list(self.rows(tile))
+        may_share = tile.lanes_c == 1 and self.layout.out[4] == 1
+        is_possible = all(row.is_possible and (may_share or not row.shared) for row in rows)
+        if not is_possible or self.sums(tile) * self.words > MAX_SUMS:
+            return False
+        return self.registers(tile) <= MAX_REGISTERS and self.shared_bytes(tile) <= MAX_SHARED_BYTES
+
+    def row(self, positions: int, shared: bool) -> Row:
+        return Row.of(self.geometry, positions, shared, self.itemsize)
+
+    def rows(self, tile: Tile) -> Iterator[Row]:
+        """Yield the rows of y as a thread reads them alone and, if so, as it shares them."""
+        yield self.row(tile.positions_w, shared=False)
+        if tile.shared_w:
+            yield self.row(tile.shared_w, shared=True)
 
     def sums(self, tile: Tile) -> int:
         """Sums of a thread."""
@@ -167,13 +189,14 @@ class _Work:
 
     def registers(self, tile: Tile) -> int:
         """Estimate the registers of a thread."""
-        row = self.row(tile)
         held = self.planes if tile.ahead else 1
-        count = self.words * (self.sums(tile) + self.depth * tile.positions_w + tile.positions_w + row.columns[0])
-        count += spent_on_window(row, held * tile.taps_h) + tile.taps_h + 44
-        if tile.ahead:
-            count += spent_ahead(row, tile.taps_h)
-        return with_margin(count, self.device)
+        most = 0
+        for row in self.rows(tile):
+            count = self.words * ((self.depth + 1) * row.positions + row.columns[0])
+            count += spent_on_window(row, held * tile.taps_h)
+            most = max(most, count + (spent_ahead(row, tile.taps_h) if tile.ahead else 0))
+        others = 44 + 12 * (self.planes - 1) * (self.words - 1)
+        return with_margin(most + self.words * self.sums(tile) + tile.taps_h + others, self.device)
 
     def blocks(self, tile: Tile) -> int:
         """Blocks that a multiprocessor holds; each reserves 1 KB of shared memory on top of its own."""
@@ -193,27 +216,34 @@ class _Work:
 
         def end(choice: tuple[int, int]) -> int:
             runs, parts = choice
-            steps = -(-columns * runs // parts) * (-(-planes // runs) + self.depth)
+            steps = -(-columns * runs // (parts * WARPS)) * (-(-planes // runs) + self.depth + STEPS_OF_COLUMN)
             return -(-parts * tiles // held) * (steps + STEPS_AROUND)
 
-        whole = {-(-planes // -(-planes // runs)) for runs in (1, 2, 4, 8, 16) if planes >= LEAST_PLANES * runs}
-        choices = ((runs, parts) for runs in sorted(whole | {1}) for parts in range(1, min(most, columns * runs) + 1))
+        whole = {-(-planes // -(-planes // runs)) for runs in (1, 2, 4, 8, 16, 32) if planes >= LEAST_PLANES * runs}
+        choices = (
+            (runs, parts)
+            for runs in sorted(whole | {1})
+            for parts in range(1, min(most, -(-columns * runs // WARPS)) + 1)
+        )
         return min(choices, key=end)
 
-    def clocks_a_position(self, tile: Tile) -> float:
+    def clocks_of_tile(self, tile: Tile) -> float:
+        """Estimate the clocks of a position, of which half lie in rows that lanes share, if they do."""
+        return (self.clocks_a_position(tile, tile.shared_w > 0) + self.clocks_a_position(tile, False)) / 2
+
+    def clocks_a_position(self, tile: Tile, is_shared: bool) -> float:
         """Estimate the clocks of a multiprocessor for one position and all channels."""
-        g, row = self.geometry, self.row(tile)
-        rows = self.planes * tile.taps_h
-        arithmetic = self.sums(tile) * tile.positions_w * self.words
-        addresses = 0 if _constant_stride(self.layout.out, self.layout.out_channels_last, g.c_out) else 2
-        step = arithmetic + rows * (row.instructions + addresses * row.columns[0])
-        step += (5 + self.depth) * tile.positions_w + 40
-        apart = 1 if tile.lanes_c > 1 else tile.positions_w * g.stride[2]  # elements, of the lanes of a warp
-        l1 = rows * row.l1_clocks(apart) / 32
-        waiting = max(step, LATENCY) if tile.ahead else step + self.planes * LATENCY
-        blocks = self.blocks(tile)
-        a_step = max(step * (1 + BUSY / blocks) / LANES, l1, waiting / blocks / LANES)
-        return a_step * self.tiles_of_weights(tile) * tile.lanes_c / tile.positions_w
+        row = self.row(tile.shared_w if is_shared else tile.positions_w, is_shared)
+        step = Step(
+            products=self.sums(tile) * row.positions * self.words,
+            rows=self.planes * tile.taps_h,
+            weights=0,
+            others=(5 + self.depth) * row.positions + 40,
+            waits=1 if tile.ahead else self.planes,
+        )
+        clocks = step.clocks(row, self.blocks(tile), along_c=tile.lanes_c > 1, has_stride=not self.y_stride_w)
+        tiles = self.tiles_of_weights(tile) * tile.lanes_c
+        return hypot(clocks * tiles / row.positions, self.memory_clocks_a_position(tile))
 
     def memory_clocks_a_position(self, tile: Tile) -> float:
         """Return the clocks that a multiprocessor would take to move x and y of a position."""

@@ -1,12 +1,13 @@
 // Correlate, few channels per group, SIMT: depthwise, and few channels of x or of y a group. Bound by memory.
 //
 //     out[n, ci, i] = bias[ci] + sum over co, k of  y[n, co, i*stride + k*dilation - pad] * weight[ci, co, k]
-// A thread owns POSITIONS_W consecutive positions along W of one channel, in one row, and slides along D. Each step takes
-// the STRIDE_D planes of y that follow each other there: it loads what its taps reach of them from global memory into
-// registers, and adds it to each of the DEPTH positions along D whose taps meet these planes. Then the oldest of these is
-// complete and is stored, and the others move up. What is inside y along H and W is decided once, before the slide. The
-// lanes of a warp lie along W and then H, or (channels-last) along the channels: whatever is contiguous in the result.
-// Along W they can share the columns of a row (rows.cuh); the rows of a step are fetched a step ahead (AHEAD).
+// A thread owns POSITIONS_W consecutive positions along W of one channel, in one row (SHARED_W where the rows of y are
+// aligned), and slides along D. Each step takes the STRIDE_D planes of y that follow each other there: it loads what its
+// taps reach of them from global memory into registers, and adds it to each of the DEPTH positions along D whose taps meet
+// these planes. Then the oldest of these is complete and is stored, and the others move up. What is inside y along H and W
+// is decided once, before the slide. The lanes of a warp lie along W and then H, or (channels-last) along the channels:
+// whatever is contiguous in the result. Along W they share the columns of aligned rows (rows.cuh); the rows of a step may be
+// fetched a step ahead (AHEAD).
 //
 // Compile-time: kernel, stride, dilation, dtype, tile, EARLY (it follows from the padding along W), and y's stride along W
 // where it is 1 or the number of channels. Run-time: N, extents, padding, channels, all other strides.
@@ -36,7 +37,10 @@
 #ifndef LANES_C  // threads side by side along the channels of the result
 #define LANES_C 1
 #endif
-#ifndef EARLY  // columns before those that a lane loads for itself and its neighbours; -1: each loads all it needs
+#ifndef SHARED_W  // likewise where the rows of y are aligned, so that lanes share their columns; 0: they never do
+#define SHARED_W 4
+#endif
+#ifndef EARLY  // columns before those that such a lane loads for itself and its neighbours
 #define EARLY 1
 #endif
 #ifndef AHEAD  // whether rows are fetched a step before they are needed
@@ -55,7 +59,7 @@
 typedef Element<DTYPE>::Stored Stored;
 typedef Element<DTYPE>::Accumulator Acc;
 
-constexpr int THREADS = 128;
+constexpr unsigned MAX_THREADS = 128;  // a block has fewer where the rows of a plane have fewer positions
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;
 
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
@@ -63,8 +67,12 @@ constexpr int DEPTH = AxisD::REACH + 1;  // positions along D that are under way
 constexpr int PLANES = AxisD::STEP < KERNEL_D ? AxisD::STEP : KERNEL_D;  // of a step that have a tap
 constexpr int HELD_PLANES = AHEAD ? PLANES : 1;
 
-typedef Row<Stored, Acc, KERNEL_W, STRIDE_W, DILATION_W, POSITIONS_W, EARLY, Y_STRIDE_W> RowY;
-static_assert(EARLY < 0 || LANES_C == 1, "lanes along W share columns");
+// A row of y as a thread reads it alone, and as lanes share it.
+template <int POSITIONS, int FIRST_OWN>
+using RowOf = Row<Stored, Acc, KERNEL_W, STRIDE_W, DILATION_W, POSITIONS, FIRST_OWN, Y_STRIDE_W>;
+typedef RowOf<POSITIONS_W, -1> RowAlone;
+typedef RowOf<SHARED_W ? SHARED_W : POSITIONS_W, SHARED_W ? EARLY : -1> RowShared;
+static_assert(SHARED_W == 0 || LANES_C == 1, "lanes along W share columns");
 
 // Weights in shared memory: [channel of y][tap][lane]. An odd number of lanes spreads over the banks.
 constexpr int WEIGHT = LANES_C > 1 ? LANES_C + 1 : 1;
@@ -81,31 +89,33 @@ struct Thread {
     const Stored* y;  // the first column that the thread loads, in plane 0 of the first channel of the group
     Stored* out;      // its first position
     Index first_d, last_d;
-    int first_column;            // that exists and that it loads itself, and for each row how many do
-    unsigned columns[KERNEL_H];
-    int positions;  // that exist
     Sides from;
+    Range columns;             // that exist and that it loads itself, and for each row how many do
+    unsigned count[KERNEL_H];
+    int positions;  // that exist
 };
 
 // Stores the complete positions.
-__device__ __forceinline__ void store(Stored* to, const Acc (&value)[POSITIONS_W], const Problem& p, int positions) {
-    Pack<Stored, POSITIONS_W> result;
+template <int POSITIONS>
+__device__ __forceinline__ void store(Stored* to, const Acc (&value)[POSITIONS], const Problem& p, int positions) {
+    Pack<Stored, POSITIONS> result;
 #pragma unroll
-    for (int t = 0; t < POSITIONS_W; ++t) narrow_one(value[t], result.value[t]);
-    if (POSITIONS_W > 1 && p.x_vector) {
-        if (positions > 0) *reinterpret_cast<Pack<Stored, POSITIONS_W>*>(to) = result;
+    for (int t = 0; t < POSITIONS; ++t) narrow_one(value[t], result.value[t]);
+    if (POSITIONS > 1 && p.x_vector) {
+        if (positions > 0) *reinterpret_cast<Pack<Stored, POSITIONS>*>(to) = result;
         return;
     }
 #pragma unroll
-    for (int t = 0; t < POSITIONS_W; ++t)
+    for (int t = 0; t < POSITIONS; ++t)
         if (t < positions) to[t * p.x_stride[4]] = result.value[t];
 }
 
-template <bool IN_PIECES>
+template <class RowY>
 __device__ __forceinline__ void slide(const Thread& me, const Acc* weights, Acc offset, const Problem& p) {
-    Acc acc[DEPTH][POSITIONS_W];
+    constexpr int POSITIONS = RowY::OF_POSITIONS;
+    Acc acc[DEPTH][POSITIONS];
 #pragma unroll
-    for (int i = 0; i < DEPTH * POSITIONS_W; ++i) acc[i / POSITIONS_W][i % POSITIONS_W] = offset;
+    for (int i = 0; i < DEPTH * POSITIONS; ++i) acc[i / POSITIONS][i % POSITIONS] = offset;
 
     Acc held[HOLD_WEIGHTS ? TAPS : 1];
     if (HOLD_WEIGHTS) {
@@ -122,7 +132,7 @@ __device__ __forceinline__ void slide(const Thread& me, const Acc* weights, Acc 
         const Index d = q * STRIDE_D + AxisD::phase_of(tap_d) - (Index)p.pad[0];
         const bool exists = q <= last_q && within(d, p.out_extent[0]);
         const Stored* const from = me.y + d * p.out_stride[2] + co * p.out_stride[1] + row * row_step;
-        to.template fetch<IN_PIECES>(from, {me.first_column, exists ? me.columns[row] : 0}, y_stride_w);
+        to.fetch(from, {me.columns.first, exists ? me.count[row] : 0}, y_stride_w);
     };
 
     RowY rows[HELD_PLANES][KERNEL_H];
@@ -157,7 +167,7 @@ __device__ __forceinline__ void slide(const Thread& me, const Acc* weights, Acc 
                             const Acc factor =
                                 HOLD_WEIGHTS ? held[HOLD_WEIGHTS ? tap : 0] : weights[(co * TAPS + tap) * WEIGHT];
 #pragma unroll
-                            for (int t = 0; t < POSITIONS_W; ++t)
+                            for (int t = 0; t < POSITIONS; ++t)
                                 acc[AxisD::REACH - AxisD::back(tap_d)][t] += value[RowY::column(t, tap_w)] * factor;
                         }
                     }
@@ -167,7 +177,7 @@ __device__ __forceinline__ void slide(const Thread& me, const Acc* weights, Acc 
         const Index complete = q - AxisD::REACH;
         store(me.out + complete * p.x_stride[2], acc[0], p, complete >= me.first_d ? me.positions : 0);
 #pragma unroll
-        for (int t = 0; t < POSITIONS_W; ++t) {
+        for (int t = 0; t < POSITIONS; ++t) {
 #pragma unroll
             for (int i = 1; i < DEPTH; ++i) acc[i - 1][t] = acc[i][t];
             acc[DEPTH - 1][t] = offset;
@@ -175,16 +185,16 @@ __device__ __forceinline__ void slide(const Thread& me, const Acc* weights, Acc 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
     correlate_few_channels(const Stored* y, const Stored* weight, const Stored* bias, Stored* out, const Problem p) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Acc* const shared = reinterpret_cast<Acc*>(shared_bytes);
 
-    constexpr unsigned POSITIONS = THREADS / LANES_C;  // of a block
+    const unsigned positions = blockDim.x / LANES_C;  // of a block
     const unsigned rows_by_tiles = (unsigned)(p.tiles[1] * p.tiles[2]);
-    const unsigned tiles_q = (rows_by_tiles + POSITIONS - 1) / POSITIONS;
+    const unsigned tiles_q = (rows_by_tiles + positions - 1) / positions;
     unsigned index = blockIdx.x;
-    const unsigned position = index % tiles_q * POSITIONS + threadIdx.x / LANES_C;
+    const unsigned position = index % tiles_q * positions + threadIdx.x / LANES_C;
     index /= tiles_q;
     const Index length = (Index)((p.x_extent[0] + p.tiles[0] - 1) / p.tiles[0]);  // of a run along D
     Thread me;
@@ -195,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     // The weights of the block's channels; those that do not exist become zero.
     const int channels = (int)p.c_out;
-    for (int i = threadIdx.x; i < channels * TAPS * LANES_C; i += THREADS) {
+    for (int i = threadIdx.x; i < channels * TAPS * LANES_C; i += blockDim.x) {
         const int tap = i % TAPS, co = i / TAPS % channels, lane = i / (TAPS * channels);
         Acc value = 0;
         if (first_c + lane < p.groups * p.c_in) {
@@ -209,18 +219,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const long long channel = first_c + threadIdx.x % LANES_C;
     const unsigned tiles_w = (unsigned)p.tiles[2], tile_w = position % tiles_w;
-    const Index h = (Index)(position / tiles_w), w = (Index)tile_w * POSITIONS_W;
     const bool idle = position >= rows_by_tiles || channel >= p.groups * p.c_in;
-    if (!RowY::SHARED && idle) return;  // no barrier and no exchange follows
-    me.from = RowY::sides(threadIdx.x % 32, tile_w, tiles_w);
+    if (__all_sync(~0u, idle)) {  // no barrier follows, and exchanges are of a warp
+        if (HOLD_WEIGHTS) return;  // faster so, which takes registers that are free
+        end_thread();
+    }
 
-    const Index y_h = h * STRIDE_H - (Index)p.pad[1], y_w = w * STRIDE_W - (Index)p.pad[2] + RowY::BEFORE;
-    const Range columns = RowY::columns_to_load(y_w, p.out_extent[2], me.from);
-    me.first_column = columns.first;
+    const bool is_shared = SHARED_W > 0 && p.out_vector;
+    const int positions_w = is_shared ? SHARED_W : POSITIONS_W;
+    const Index h = (Index)(position / tiles_w), w = (Index)tile_w * positions_w;
+    const Index y_h = h * STRIDE_H - (Index)p.pad[1];
+    const Index y_w = w * STRIDE_W - (Index)p.pad[2] + (is_shared ? RowShared::BEFORE : 0);
+    me.from = RowShared::sides(threadIdx.x % 32, tile_w, tiles_w);
+    me.columns = is_shared ? RowShared::columns_to_load(y_w, p.out_extent[2], me.from)
+                           : RowAlone::columns_to_load(y_w, p.out_extent[2], {0, 0});
 #pragma unroll
     for (int row = 0; row < KERNEL_H; ++row)
-        me.columns[row] = !idle && within(y_h + row * DILATION_H, p.out_extent[1]) ? columns.count : 0;
-    me.positions = idle ? 0 : (int)min((Index)p.x_extent[2] - w, (Index)POSITIONS_W);
+        me.count[row] = !idle && within(y_h + row * DILATION_H, p.out_extent[1]) ? me.columns.count : 0;
+    me.positions = idle ? 0 : (int)min((Index)p.x_extent[2] - w, (Index)positions_w);
 
     const long long number = idle ? 0 : channel;  // an idle thread loads nothing
     me.y = y + n * p.out_stride[0] + number / p.c_in * p.c_out * p.out_stride[1] + y_h * p.out_stride[3] +
@@ -228,8 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     me.out = out + n * p.x_stride[0] + number * p.x_stride[1] + h * p.x_stride[3] + w * p.x_stride[4];
     const Acc offset = bias ? widen(bias[number * p.bias_stride]) : Acc(0);
     const Acc* const weights = shared + threadIdx.x % LANES_C;
-    if (RowY::SHARED && p.out_vector)
-        slide<RowY::SHARED>(me, weights, offset, p);
+    if (is_shared)
+        slide<RowShared>(me, weights, offset, p);
     else
-        slide<false>(me, weights, offset, p);
+        slide<RowAlone>(me, weights, offset, p);
 }

@@ -32,6 +32,9 @@ __device__ __forceinline__ unsigned floats_to_bfloat16_bits(float low, float hig
     return bits;
 }
 
+// Ends the thread, of a warp that ends as a whole. Unlike a `return` it costs those that go on no registers.
+__device__ __forceinline__ void end_thread() { asm volatile("exit;"); }
+
 // ---- tensor cores (sm_80 and newer) ----------------------------------------------------------------------------------
 // D = A * B + C on one warp. With g = lane / 4 and t = lane % 4, a[0..3] are rows g, g + 8, g, g + 8 of A at words t, t, t + 4,
 // t + 4; b[0..1] are words t, t + 4 of B's column g; c and d are rows g, g, g + 8, g + 8 at columns 2t, 2t + 1, 2t, 2t + 1.

@@ -1,10 +1,10 @@
 // Rows of y in registers, for kernels whose threads slide along D and read y from global memory: the columns of a row that
 // the taps of a thread's POSITIONS positions along W reach.
 //
-// A thread can load them all itself, one by one (FIRST_OWN < 0). Or the lanes of a warp, which lie along W, share them: each
-// loads the POSITIONS * STRIDE columns that no other has, in pieces of up to 16 bytes, and gets those to the left and
-// right from its neighbours. Its own ones begin FIRST_OWN after its first column, so that pieces are aligned. A lane without
-// such a neighbour, at either end of a warp or of a row of positions, loads what it misses.
+// A thread can load them all itself, one by one (FIRST_OWN < 0). Or the lanes of a warp, which lie along W, share them, where
+// rows are aligned: each loads the POSITIONS * STRIDE columns that no other has, in pieces of up to 16 bytes, and gets those
+// to the left and right from its neighbours. Its own ones begin FIRST_OWN after its first column, so that pieces are aligned.
+// A lane without such a neighbour, at either end of a warp or of a row of positions, loads what it misses.
 #pragma once
 
 #include "boxes.cuh"
@@ -71,7 +71,7 @@ template <class Stored, class Acc, int TAPS, int STRIDE, int DILATION, int POSIT
 struct Row {
     typedef Staged<TAPS, STRIDE, DILATION, POSITIONS> Along;
     typedef typename Fetched<Stored>::Word Word;
-    static constexpr int COLUMNS = Along::EXTENT;
+    static constexpr int COLUMNS = Along::EXTENT, OF_POSITIONS = POSITIONS;
     static constexpr bool SHARED = FIRST_OWN >= 0;
     static constexpr int ELEMENTS = SHARED ? Fetched<Stored>::ELEMENTS : 1;  // of a word
     static constexpr int OWN = SHARED ? POSITIONS * STRIDE : COLUMNS;
@@ -114,12 +114,11 @@ struct Row {
         return columns;
     }
 
-    // Loads the given columns, the others become zero; `from` is the first own one. In pieces, if these are aligned.
-    template <bool IN_PIECES>
+    // Loads the given columns, the others become zero; `from` is the first own one.
     __device__ __forceinline__ void fetch(const Stored* from, Range here, Index stride_w) {
-        const Index step = IN_PIECES ? 1 : STRIDE_IN_MEMORY ? STRIDE_IN_MEMORY * Along::GAP : stride_w;
+        const Index step = SHARED ? 1 : STRIDE_IN_MEMORY ? STRIDE_IN_MEMORY * Along::GAP : stride_w;
         fetch_one_by_one<LEFT>(left, from - LEFT * ELEMENTS * step, here, BEFORE - LEFT * ELEMENTS, 0, BEFORE, step);
-        if (IN_PIECES) {
+        if (SHARED) {
 #pragma unroll
             for (int i = 0; i < WORDS; i += PIECE) {
                 Pack<Word, PIECE> piece = {};

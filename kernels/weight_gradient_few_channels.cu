@@ -2,9 +2,9 @@
 //
 //     out[ci, co, k] = sum over n, i of  x[n, ci, i] * y[n, co, i*stride + k*dilation - pad]
 // A block owns a pair of channels (ci, co) of a group, or LANES_C such pairs, and the taps of TAPS_H rows of the kernel. A
-// thread owns POSITIONS_W consecutive positions along W in one row, slides along D as in correlate_few_channels.cu, and
+// thread owns consecutive positions along W in one row and slides along D, as in correlate_few_channels.cu, and
 // keeps the sums of all those taps in registers. Each step takes the STRIDE_D planes of y that follow each other, whose
-// rows come from global memory (rows.cuh), and meets them with the DEPTH planes of x whose taps reach them. A block takes
+// rows come from global memory (rows.cuh), and meets them with the DEPTH planes of x whose taps reach them. A warp takes
 // one such column of positions after the other. At the end the sums of its threads are added up.
 //
 // Compile-time: kernel, stride, dilation, dtype, tile, EARLY (it follows from the padding along W), and y's stride along W
@@ -40,7 +40,10 @@
 #ifndef LANES_C  // threads side by side along the pairs of channels
 #define LANES_C 1
 #endif
-#ifndef EARLY  // columns before those that a lane loads for itself and its neighbours; -1: each loads all it needs
+#ifndef SHARED_W  // likewise where the rows of y are aligned, so that lanes share their columns; 0: they never do
+#define SHARED_W 4
+#endif
+#ifndef EARLY  // columns before those that such a lane loads for itself and its neighbours
 #define EARLY 1
 #endif
 #ifndef AHEAD  // whether rows are fetched a step before they are needed
@@ -67,9 +70,13 @@ constexpr int DEPTH = AxisD::REACH + 1;  // planes of x that meet a plane of y
 constexpr int PLANES = AxisD::STEP < KERNEL_D ? AxisD::STEP : KERNEL_D;  // of a step that have a tap
 constexpr int HELD_PLANES = AHEAD ? PLANES : 1;
 
-typedef Row<Stored, Acc, KERNEL_W, STRIDE_W, DILATION_W, POSITIONS_W, EARLY, Y_STRIDE_W> RowY;
+// A row of y as a thread reads it alone, and as lanes share it.
+template <int POSITIONS, int FIRST_OWN>
+using RowOf = Row<Stored, Acc, KERNEL_W, STRIDE_W, DILATION_W, POSITIONS, FIRST_OWN, Y_STRIDE_W>;
+typedef RowOf<POSITIONS_W, -1> RowAlone;
+typedef RowOf<SHARED_W ? SHARED_W : POSITIONS_W, SHARED_W ? EARLY : -1> RowShared;
 typedef typename Fetched<Stored>::Word Word;
-static_assert(EARLY < 0 || LANES_C == 1, "lanes along W share columns");
+static_assert(SHARED_W == 0 || LANES_C == 1, "lanes along W share columns");
 
 __device__ __forceinline__ long long pairs_of(const Problem& p) { return p.groups * p.c_in * p.c_out; }
 __device__ __forceinline__ long long tiles_of_weights(const Problem& p) {
@@ -95,37 +102,44 @@ struct Thread {
     const Stored* x;  // its first position, in plane 0
     const Stored* y;  // the first column that it loads, in plane 0
     Index first_d, last_d;
-    int first_column;            // that exists and that it loads itself, and for each row how many do
-    unsigned columns[TAPS_H];
-    int positions;  // that exist
-    Sides from;
+    Index y_w;
+    unsigned tile_w;       // which of the threads of a row it is
+    bool exists[TAPS_H];  // rows
+    int positions;         // that exist
 };
 
-template <bool IN_PIECES> __device__ __forceinline__ void slide(Acc (&acc)[SUMS], const Thread& me, const Problem& p) {
+template <class RowY>
+__device__ __forceinline__ void slide(Acc (&acc)[SUMS], const Thread& me, const Problem& p) {
+    constexpr int POSITIONS = RowY::OF_POSITIONS;
     const Index last_q = me.last_d + AxisD::REACH;
     const Index y_stride_w = RowY::Along::GAP * (Index)p.out_stride[4], x_stride_w = (Index)p.x_stride[4];
     const long long row_step = DILATION_H * p.out_stride[3];
+    const Sides sides = RowY::sides(threadIdx.x % 32, me.tile_w, (unsigned)p.tiles[2]);
+    const Range columns = RowY::columns_to_load(me.y_w, p.out_extent[2], sides);
+    unsigned count[TAPS_H];  // of columns, in rows that exist
+#pragma unroll
+    for (int row = 0; row < TAPS_H; ++row) count[row] = me.exists[row] ? columns.count : 0;
     // A row of plane q * STRIDE_D + phase, for the phase of tap `tap_d`.
     const auto fetch = [&](RowY& to, Index q, int tap_d, int row) {
         const Index d = q * STRIDE_D + AxisD::phase_of(tap_d) - (Index)p.pad[0];
         const bool exists = q <= last_q && within(d, p.out_extent[0]);
         const Stored* const from = me.y + d * p.out_stride[2] + row * row_step;
-        to.template fetch<IN_PIECES>(from, {me.first_column, exists ? me.columns[row] : 0}, y_stride_w);
+        to.fetch(from, {columns.first, exists ? count[row] : 0}, y_stride_w);
     };
-    Word next[POSITIONS_W];  // of x
+    Word next[POSITIONS];  // of x
     const auto fetch_x = [&](Index q) {
         const int positions = q <= me.last_d ? me.positions : 0;
         const Stored* const from = me.x + q * p.x_stride[2];
 #pragma unroll
-        for (int t = 0; t < POSITIONS_W; ++t) {
+        for (int t = 0; t < POSITIONS; ++t) {
             next[t] = 0;
             if (t < positions) next[t] = fetch_one(from + t * x_stride_w);
         }
     };
 
-    Acc x[DEPTH][POSITIONS_W];  // positions q, q - 1, ...
+    Acc x[DEPTH][POSITIONS];  // positions q, q - 1, ...
 #pragma unroll
-    for (int i = 0; i < DEPTH * POSITIONS_W; ++i) x[i / POSITIONS_W][i % POSITIONS_W] = 0;
+    for (int i = 0; i < DEPTH * POSITIONS; ++i) x[i / POSITIONS][i % POSITIONS] = 0;
     RowY rows[HELD_PLANES][TAPS_H];
     fetch_x(me.first_d);
     if (AHEAD) {
@@ -135,7 +149,7 @@ template <bool IN_PIECES> __device__ __forceinline__ void slide(Acc (&acc)[SUMS]
 #pragma unroll 1
     for (Index q = me.first_d; q <= last_q; ++q) {
 #pragma unroll
-        for (int t = 0; t < POSITIONS_W; ++t) {
+        for (int t = 0; t < POSITIONS; ++t) {
 #pragma unroll
             for (int back = DEPTH - 1; back > 0; --back) x[back][t] = x[back - 1][t];
             x[0][t] = widen_word<Stored>(next[t], 0);
@@ -151,14 +165,14 @@ template <bool IN_PIECES> __device__ __forceinline__ void slide(Acc (&acc)[SUMS]
 #pragma unroll
             for (int row = 0; row < TAPS_H; ++row) {
                 Acc value[RowY::COLUMNS];
-                plane[row].widen_all(value, me.from);
+                plane[row].widen_all(value, sides);
                 if (AHEAD) fetch(plane[row], q + 1, first_tap, row);
 #pragma unroll
                 for (int tap_d = first_tap; tap_d < KERNEL_D; tap_d += AxisD::STEP)
 #pragma unroll
                     for (int tap_w = 0; tap_w < KERNEL_W; ++tap_w)
 #pragma unroll
-                        for (int t = 0; t < POSITIONS_W; ++t)
+                        for (int t = 0; t < POSITIONS; ++t)
                             acc[(tap_d * TAPS_H + row) * KERNEL_W + tap_w] +=
                                 x[AxisD::back(tap_d)][t] * value[RowY::column(t, tap_w)];
             }
@@ -180,41 +194,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     x += (mine.group * p.c_in + mine.ci) * p.x_stride[1];
     y += (mine.group * p.c_out + mine.co) * p.out_stride[1];
 
-    constexpr unsigned POSITIONS = THREADS / LANES_C;  // of a block
+    constexpr unsigned POSITIONS = 32 / LANES_C;  // of a warp
     const unsigned tiles_w = (unsigned)p.tiles[2], rows_by_tiles = (unsigned)p.tiles[1] * tiles_w;
     const unsigned tiles_q = (rows_by_tiles + POSITIONS - 1) / POSITIONS;
     const unsigned columns = tiles_q * (unsigned)(p.tiles[0] * p.n);
     const Index length = (Index)((p.x_extent[0] + p.tiles[0] - 1) / p.tiles[0]);  // of a run along D
 
+    const bool is_shared = SHARED_W > 0 && p.out_vector;
+    const int positions_w = is_shared ? SHARED_W : POSITIONS_W;
     Acc acc[SUMS];
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) acc[i] = 0;
 #pragma unroll 1
-    for (unsigned column = part; column < columns; column += (unsigned)p.tiles[3]) {
-        const unsigned position = column % tiles_q * POSITIONS + threadIdx.x / LANES_C, rest = column / tiles_q;
+    for (unsigned column = part * WARPS + threadIdx.x / 32; column < columns; column += (unsigned)p.tiles[3] * WARPS) {
+        const unsigned position = column % tiles_q * POSITIONS + threadIdx.x % 32 / LANES_C, rest = column / tiles_q;
         const unsigned tile_w = position % tiles_w;
         const long long n = rest / (unsigned)p.tiles[0];
-        const Index h = (Index)(position / tiles_w), w = (Index)tile_w * POSITIONS_W;
+        const Index h = (Index)(position / tiles_w), w = (Index)tile_w * positions_w;
         const Index y_h = h * STRIDE_H + mine.h * DILATION_H - (Index)p.pad[1];
-        const Index y_w = w * STRIDE_W - (Index)p.pad[2] + RowY::BEFORE;
         const bool idle = position >= rows_by_tiles || !has_channels;
         Thread me;
         me.first_d = (Index)(rest % (unsigned)p.tiles[0]) * length;
         me.last_d = min(me.first_d + length, (Index)p.x_extent[0]) - 1;
-        me.from = RowY::sides(threadIdx.x % 32, tile_w, tiles_w);
-        const Range here = RowY::columns_to_load(y_w, p.out_extent[2], me.from);
-        me.first_column = here.first;
+        me.y_w = w * STRIDE_W - (Index)p.pad[2] + (is_shared ? RowShared::BEFORE : 0);
+        me.tile_w = tile_w;
 #pragma unroll
         for (int row = 0; row < TAPS_H; ++row)
-            me.columns[row] =
-                !idle && mine.h + row < KERNEL_H && within(y_h + row * DILATION_H, p.out_extent[1]) ? here.count : 0;
-        me.positions = idle ? 0 : (int)min((Index)p.x_extent[2] - w, (Index)POSITIONS_W);
+            me.exists[row] = !idle && mine.h + row < KERNEL_H && within(y_h + row * DILATION_H, p.out_extent[1]);
+        me.positions = idle ? 0 : (int)min((Index)p.x_extent[2] - w, (Index)positions_w);
         me.x = x + n * p.x_stride[0] + h * p.x_stride[3] + w * p.x_stride[4];
-        me.y = y + n * p.out_stride[0] + y_h * p.out_stride[3] + y_w * p.out_stride[4];
-        if (RowY::SHARED && p.out_vector)
-            slide<RowY::SHARED>(acc, me, p);
+        me.y = y + n * p.out_stride[0] + y_h * p.out_stride[3] + me.y_w * p.out_stride[4];
+        if (is_shared)
+            slide<RowShared>(acc, me, p);
         else
-            slide<false>(acc, me, p);
+            slide<RowAlone>(acc, me, p);
     }
 
     // The threads of a pair of channels are added up: within a warp, and then its warps.

@@ -91,8 +91,22 @@ def test_lanes_share_the_columns_of_a_row(family: str, dtype: str, ahead: int) -
             geometry = geometry_of(problem)
             plan = plan_family(family, geometry, dtype, layout_of(geometry), None, DEVICES[90])
             assert dict(plan.defines)["EARLY"] == 1
+            assert dict(plan.defines)["SHARED_W"] > 0
             assert plan.problem[at.index("out_vector")] == in_pieces
             check(operation, problem, dtype)
+
+
+# Threads of a plane's rows, and what suits them: a block of one warp; seven blocks, in the last of which one is idle.
+@pytest.mark.parametrize(("extent", "threads", "idle"), [((9, 3, 6), 32, 0), ((2, 55, 13), 64, 1)])
+def test_blocks_suit_the_rows_of_a_plane(extent: tuple[int, int, int], threads: int, idle: int) -> None:
+    problem = case((2, 2, *extent), 2, 3, stride=2, padding=1, groups=2)
+    geometry = geometry_of(problem)
+    plan = plan_family("correlate_few_channels", geometry, "bfloat16", layout_of(geometry), None, DEVICES[90])
+    positions = extent[1] * -(-extent[2] // dict(plan.defines)["POSITIONS_W"])
+    assert plan.block == threads
+    assert (-positions % threads) // 32 == idle
+    with gradients_on_host("correlate_few_channels", DEVICES[90]):
+        check("input", problem, "bfloat16")
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("bfloat16", None)])
@@ -130,8 +144,8 @@ FAULTS = {
     ),
     "a mask with one column too many": (
         "correlate_few_channels",
-        "RowY::columns_to_load(y_w, p.out_extent[2],",
-        "RowY::columns_to_load(y_w, p.out_extent[2] + 1,",
+        "RowShared::columns_to_load(y_w, p.out_extent[2],",
+        "RowShared::columns_to_load(y_w, p.out_extent[2] + 1,",
         "heap-buffer-overflow|belong to no argument|past its end",
     ),
     "a column of the wrong neighbour": (

@@ -44,6 +44,8 @@ inline unsigned float_to_tf32(float value) {
     return (bits + 0x1000u) & 0xffffe000u;  // ties away from zero
 }
 
+inline void end_thread() { host::end_thread(); }
+
 // ---- mma.sync ------------------------------------------------------------------------------------------------------
 
 inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4]) {

@@ -57,6 +57,7 @@ bool check(uintptr_t address, size_t size, bool write);
 
 // Before it, no thread of the block may read what the kernel before has written.
 void wait_for_kernel_before();
+void end_thread();
 
 // An asynchronous copy of `size` bytes, of which those from `bytes` on are zeros. It lands at the wait that covers it.
 void copy_async(void* shared, const void* global, unsigned size, int bytes);

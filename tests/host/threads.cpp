@@ -102,8 +102,7 @@ void* new_fiber(char* stack, void (*entry)()) {
 
 void entry() {
     body();
-    lanes_gone[current / 32] |= 1u << current % 32;
-    suspend(RETURNED);
+    end_thread();
 }
 
 void resume(unsigned thread) {
@@ -125,6 +124,11 @@ void suspend(State state) {
     Thread& me = threads[current];
     me.state = state;
     host_switch(&me.stack_pointer, scheduler_stack_pointer);
+}
+
+void end_thread() {
+    lanes_gone[current / 32] |= 1u << current % 32;
+    suspend(RETURNED);  // nobody wakes it
 }
 
 void wake(unsigned thread) { threads[thread].state = READY; }
