@@ -160,7 +160,9 @@ def plan_weight_gradient(
     )
 
 
-def parts_of(boxes: int, tiles: int, tile_bytes: int, device: Device, blocks: int) -> int:
+def parts_of(
+    boxes: int, tiles: int, tile_bytes: int, device: Device, blocks: int, least_boxes: int = LEAST_BOXES
+) -> int:
     """Return into how many parts the positions are cut: so that the last of the blocks ends as early as may be.
 
     A multiprocessor holds `blocks` at a time, so that the tiles of all parts take rounds. Of equal numbers, the least
@@ -168,7 +170,7 @@ def parts_of(boxes: int, tiles: int, tile_bytes: int, device: Device, blocks: in
     """
     held = blocks * device.multiprocessors
     affordable = MAX_WORKSPACE_BYTES // (tiles * tile_bytes)
-    most = max(1, min(-(-WAVES * held // tiles), affordable, -(-boxes // LEAST_BOXES), MAX_GRID // tiles))
+    most = max(1, min(-(-WAVES * held // tiles), affordable, -(-boxes // least_boxes), MAX_GRID // tiles))
     return min(range(1, most + 1), key=lambda parts: -(-parts * tiles // held) * (-(-boxes // parts) + BOXES_AROUND))
 
 

@@ -119,7 +119,7 @@ def plan_weight_gradient_gemm(
     tiles = work.tiles_of_weights(tile)
     if g.n * prod(boxes) >= 2**31 or tiles > MAX_GRID:
         return Refusal(name, f"{g.n * prod(boxes)} boxes or {tiles} tiles are more than it counts")
-    parts = parts_of(g.n * prod(boxes), tiles, 4 * tile.values, device, work.blocks(tile))
+    parts = parts_of(g.n * prod(boxes), tiles, 4 * tile.values, device, work.blocks(tile), least_boxes=1)
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),

@@ -638,8 +638,9 @@ constexpr int ALL_TILES_M = TILES_M * WORKERS;
 constexpr int TILES_OF_BLOCK = ALL_TILES_M * 64 * TAPS_W * 8 * 4 <= 40 * 1024 ? ALL_TILES_M : 1;  // of 64 rows
 constexpr int ROWS_OF_BLOCK = 64 * TILES_OF_BLOCK, SUMS_OF_BLOCK = ROWS_OF_BLOCK * TAPS_W * 8;
 constexpr int NEXT_CHANNEL = ROWS_OF_BLOCK * TAPS_W + 4;  // in shared memory
-constexpr int AT_ONCE = SUMS_OF_BLOCK % (4 * SUM_THREADS) ? 2 : 4;  // sums of a thread
-static_assert(SUMS_OF_BLOCK % (AT_ONCE * SUM_THREADS) == 0, "all threads have as many sums");
+constexpr int OF_THREAD = SUMS_OF_BLOCK % (4 * SUM_THREADS) ? 2 : 4;  // sums of a thread at a time
+constexpr int PARTS_AT_ONCE = 4;
+static_assert(SUMS_OF_BLOCK % (OF_THREAD * SUM_THREADS) == 0, "all threads have as many sums");
 
 __device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, const Problem& p) {
     __shared__ float sums[8 * NEXT_CHANNEL];
@@ -652,12 +653,12 @@ __device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, c
     parts += tile * VALUES;
     wait_for_kernel_before();
 #pragma unroll 1
-    for (int first = (int)threadIdx.x; first < SUMS_OF_BLOCK; first += AT_ONCE * SUM_THREADS) {
-        const float* from[AT_ONCE];
-        float sum[AT_ONCE];
-        int to[AT_ONCE];
+    for (int first = (int)threadIdx.x; first < SUMS_OF_BLOCK; first += OF_THREAD * SUM_THREADS) {
+        const float* from[OF_THREAD];
+        float sum[OF_THREAD];
+        int to[OF_THREAD];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < OF_THREAD; ++i) {
             // [tile of 64 rows][tap][half and neighbour][thread of the worker]
             const int at = first + i * SUM_THREADS, thread = at % 128, of_thread = at / 128 % 4, tap = at / 512 % TAPS_W;
             const int tile_m = first_tile + at / (512 * TAPS_W);
@@ -667,13 +668,18 @@ __device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, c
             to[i] = (thread % 4 * 2 + of_thread % 2) * NEXT_CHANNEL + row * TAPS_W + tap;
             sum[i] = 0;
         }
-#pragma unroll 2
-        for (int part = 0; part < count; ++part) {
+        for (int part = 0; part < count; part += PARTS_AT_ONCE) {
+            float some[PARTS_AT_ONCE][OF_THREAD];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) sum[i] += from[i][part * values];
+            for (int i = 0; i < PARTS_AT_ONCE * OF_THREAD; ++i) {
+                const int ahead = part + i / OF_THREAD;
+                some[i / OF_THREAD][i % OF_THREAD] = ahead < count ? from[i % OF_THREAD][ahead * values] : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < PARTS_AT_ONCE * OF_THREAD; ++i) sum[i % OF_THREAD] += some[i / OF_THREAD][i % OF_THREAD];
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) sums[to[i]] = sum[i];
+        for (int i = 0; i < OF_THREAD; ++i) sums[to[i]] = sum[i];
     }
     __syncthreads();
 

@@ -183,8 +183,8 @@ FAULTS = {
         VALUES,
     ),
     "a part too few": (
-        "for (int part = 0; part < count; ++part) {",
-        "for (int part = 1; part < count; ++part) {",
+        "for (int part = 0; part < count; part += PARTS_AT_ONCE) {",
+        "for (int part = 1; part < count; part += PARTS_AT_ONCE) {",
         VALUES,
     ),
     "sums that are not there yet": (
