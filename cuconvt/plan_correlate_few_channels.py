@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from math import gcd, hypot, prod
+from dataclasses import dataclass
+from math import hypot, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -23,18 +23,17 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_gemm import with_margin
-from cuconvt.plan_few_channels import _batch_as_axis, _constant_stride, threads_of_block
-from cuconvt.plan_rows import BYTES_A_CLOCK, POSITIONS, Row, Step, spent_ahead, spent_on_window, whole_pieces
+from cuconvt.plan_few_channels import THREADS, _batch_as_axis, runs_along_d, threads_of_block
+from cuconvt.plan_rows import BYTES_A_CLOCK, Step, spent_ahead, spent_on_window, whole_pieces
+from cuconvt.plan_slides import SlideTile, WorkOnSlides
 
-THREADS = 128  # of a block at most
 FEW = 4  # channels
 MAX_REGISTERS = 192  # of a thread, by estimate
 MAX_WEIGHTS_IN_REGISTERS = 72
 MAX_SHARED_BYTES = 48 * 1024
 REGISTERS = 65536  # of a multiprocessor
-WAVES = 4  # of blocks, at least, where the slide along D can be cut
 
-# What the estimate is multiplied by beside other kernels', fitted to 900 of their times: for one channel of y a group,
+# What the estimate is multiplied by beside other kernels', fitted to 1900 of their times: for one channel of y a group,
 # for some and for many. Of that: one channel without groups, its result in rows, beside tensor cores; some channels
 # of groups, channels-last; and many in rows, not beside tensor cores.
 COMPARED, COMPARED_OF_SOME, COMPARED_OF_MANY = 0.65, 1.15, 2.1
@@ -42,13 +41,9 @@ OF_SINGLE, OF_SOME_LAST, OF_MANY_ROWS = 0.62, 0.45, 0.5
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(SlideTile):
     """The compile-time shape of a thread's work; the fields are the macros of the kernel."""
 
-    positions_w: int
-    shared_w: int  # positions where rows of y are aligned, so that lanes share their columns; 0: they never do
-    lanes_c: int
-    ahead: bool  # whether rows are fetched a step before they are needed
     hold_weights: bool  # whether a thread's weights stay in registers
 
 
@@ -67,18 +62,14 @@ def plan_correlate_few_channels(
         return Refusal(name, "the taps of a step do not fit into the registers")
     if work.shared_bytes(tile) > MAX_SHARED_BYTES:
         return Refusal(name, f"the weights of a block take more than {MAX_SHARED_BYTES} bytes of shared memory")
-    x_extents, y_extents = (g.n, g.c_in, *g.x_extent), (g.n, g.c_out, *g.out_extent)
-    row = work.row(tile.shared_w, shared=True)
-    is_shared = tile.shared_w > 0 and whole_pieces(layout.out, y_extents, layout.out_aligned, row.piece)
+    is_shared = work.is_shared(tile)
     positions_w = tile.shared_w if is_shared else tile.positions_w
     tiles_w = -(-g.x_extent[2] // positions_w)
     tiles_c = -(-g.c_in // tile.lanes_c)
     threads = threads_of_block(g.x_extent[1] * tiles_w * tile.lanes_c)
     blocks = -(-g.x_extent[1] * tiles_w * tile.lanes_c // threads) * tiles_c * g.n
     resident = work.blocks(tile)
-    wanted = -(-WAVES * device.multiprocessors * resident * THREADS // (blocks * threads))
-    runs = max(1, min(wanted, g.x_extent[0] // (2 * work.depth)))
-    runs = -(-g.x_extent[0] // -(-g.x_extent[0] // runs))  # none without a plane
+    runs = runs_along_d(g.x_extent[0], work.depth, blocks * threads, resident * THREADS * device.multiprocessors)
     if blocks * runs > MAX_GRID or g.x_extent[1] * tiles_w >= 2**31 - THREADS:
         return Refusal(name, f"{blocks * runs} blocks are more than a launch takes ({MAX_GRID})")
     defines = (
@@ -87,7 +78,7 @@ def plan_correlate_few_channels(
         ("POSITIONS_W", tile.positions_w),
         ("LANES_C", tile.lanes_c),
         ("SHARED_W", tile.shared_w),
-        ("EARLY", row.early),
+        ("EARLY", work.row(tile, True).early),
         ("AHEAD", int(tile.ahead)),
         ("HOLD_WEIGHTS", int(tile.hold_weights)),
         ("Y_STRIDE_W", work.y_stride_w),
@@ -104,7 +95,7 @@ def plan_correlate_few_channels(
             g,
             layout,
             (runs, g.x_extent[1], tiles_w, tiles_c),
-            whole_pieces(layout.x, x_extents, layout.x_aligned, positions_w),
+            whole_pieces(layout.x, (g.n, g.c_in, *g.x_extent), layout.x_aligned, positions_w),
             is_shared,
         ),
         cost=work.compared(refuse_tensor_cores(dtype, precision, device) is None)
@@ -122,17 +113,8 @@ def refuse_channels(geometry: Geometry) -> str | None:
     return refuse_steps(geometry)
 
 
-class _Work:
+class _Work(WorkOnSlides[Tile]):
     """The sizes that follow from a problem's compile-time parameters and a tile; the kernel computes the same ones."""
-
-    def __init__(self, geometry: Geometry, dtype: str, layout: Layout, device: Device):
-        g = geometry
-        self.geometry, self.layout, self.device = g, layout, device
-        self.itemsize = {"float64": 8, "float32": 4}.get(dtype, 2)
-        self.words = 2 if dtype == "float64" else 1  # registers of an accumulator
-        self.depth = (g.kernel[0] - 1) * g.dilation[0] // g.stride[0] + 1
-        self.y_stride_w = _constant_stride(layout.out, layout.out_channels_last, g.c_out)
-        self.planes = min(g.kernel[0], g.stride[0] // gcd(g.stride[0], g.dilation[0]))  # of y that a step reads
 
     def tiles(self) -> Iterator[Tile]:
         """Yield the best of the tiles that fit, for each way to hold what they need.
@@ -145,29 +127,11 @@ class _Work:
             lanes = min((n for n in (32, 16, 8, 4, 2) if n < 2 * channels), key=lambda n: (round_up(channels, n), -n))
         may_hold = self.geometry.c_out_per_group == 1 and self.geometry.taps * self.words <= MAX_WEIGHTS_IN_REGISTERS
         for ahead, hold_weights in itertools.product((True, False), (True, False) if may_hold else (False,)):
-            alone = [tile for p in POSITIONS if self.fits(tile := Tile(p, 0, lanes, ahead, hold_weights))]
-            if not alone:
-                continue
-            tile = min(alone, key=lambda tile: self.clocks_a_position(tile, False))
-            both = [both for p in POSITIONS if self.fits(both := replace(tile, shared_w=p))]
-            yield min(both, key=lambda tile: self.clocks_a_position(tile, True), default=tile)
+            yield from self.with_positions(Tile(1, 0, lanes, ahead, hold_weights))
 
     def fits(self, tile: Tile) -> bool:
-        """Whether lanes can read rows so, and registers and stores hold what they have to."""
-        rows = list(self.rows(tile))
-        may_share = tile.lanes_c == 1 and self.layout.out[4] == 1
         fits_a_store = all(p == 1 or p * self.itemsize <= 16 for p in (tile.positions_w, tile.shared_w))
-        is_possible = fits_a_store and all(row.is_possible and (may_share or not row.shared) for row in rows)
-        return is_possible and self.registers(tile) <= MAX_REGISTERS
-
-    def row(self, positions: int, shared: bool) -> Row:
-        return Row.of(self.geometry, positions, shared, self.itemsize)
-
-    def rows(self, tile: Tile) -> Iterator[Row]:
-        """Yield the rows of y as a thread reads them alone and, if so, as it shares them."""
-        yield self.row(tile.positions_w, shared=False)
-        if tile.shared_w:
-            yield self.row(tile.shared_w, shared=True)
+        return fits_a_store and self.can_read(tile) and self.registers(tile) <= MAX_REGISTERS
 
     def registers(self, tile: Tile) -> int:
         """Estimate the registers of a thread."""
@@ -191,14 +155,8 @@ class _Work:
         lanes = tile.lanes_c + 1 if tile.lanes_c > 1 else 1
         return round_up(self.geometry.c_out_per_group * self.geometry.taps * lanes * 4 * self.words, 16)
 
-    def clocks_of_tile(self, tile: Tile) -> float:
-        """Estimate the clocks of a position, of which half lie in rows that lanes share, if they do."""
-        return (self.clocks_a_position(tile, tile.shared_w > 0) + self.clocks_a_position(tile, False)) / 2
-
     def clocks_a_position(self, tile: Tile, is_shared: bool) -> float:
-        """Estimate the clocks of a multiprocessor for one position and all channels."""
-        g = self.geometry
-        row = self.row(tile.shared_w if is_shared else tile.positions_w, is_shared)
+        g, row = self.geometry, self.row(tile, is_shared)
         rows = self.planes * g.kernel[1] * g.c_out_per_group
         step = Step(
             products=g.taps * g.c_out_per_group * row.positions * self.words,

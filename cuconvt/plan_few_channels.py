@@ -87,9 +87,7 @@ def plan_few_channels(
     blocks = geometry.stride[1] * tiles_q * channel_blocks * geometry.n
     planes = positions(geometry, 0)
     resident = work.blocks(tile, device)
-    wanted = -(-WAVES * device.multiprocessors * resident * THREADS // (blocks * threads))
-    chunks = max(1, min(wanted, planes // (2 * work.depth)))
-    chunks = -(-planes // -(-planes // chunks))  # none without a plane
+    chunks = runs_along_d(planes, work.depth, blocks * threads, resident * THREADS * device.multiprocessors)
     if blocks * chunks > MAX_GRID or rows * tiles_w >= 2**31 - THREADS:
         return Refusal("few_channels", f"{blocks * chunks} blocks are more than a launch takes ({MAX_GRID})")
 
@@ -127,7 +125,13 @@ def plan_few_channels(
 
 def threads_of_block(threads: int) -> int:
     """Return how many threads a block has, for so many in the rows of a plane: few of them should be idle."""
-    return min((128, 96, 64, 32), key=lambda block: -(-threads // block) * (block + THREADS_AROUND))
+    return min((THREADS, 96, 64, 32), key=lambda block: -(-threads // block) * (block + THREADS_AROUND))
+
+
+def runs_along_d(planes: int, depth: int, threads: int, held: int) -> int:
+    """Return into how many runs a slide is cut, for so many threads in all and those that the device holds."""
+    runs = max(1, min(-(-WAVES * held // threads), planes // (2 * depth)))
+    return -(-planes // -(-planes // runs))  # none without a plane
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:

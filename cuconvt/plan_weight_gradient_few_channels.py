@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from math import gcd, hypot, prod
+from dataclasses import dataclass
+from math import hypot, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -26,12 +26,12 @@ from cuconvt.plan import (
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_few_channels import FEW, refuse_channels
 from cuconvt.plan_correlate_gemm import with_margin
-from cuconvt.plan_few_channels import _batch_as_axis, _constant_stride
-from cuconvt.plan_rows import BYTES_A_CLOCK, POSITIONS, Row, Step, spent_ahead, spent_on_window, whole_pieces
+from cuconvt.plan_few_channels import _batch_as_axis
+from cuconvt.plan_rows import BYTES_A_CLOCK, LANES, Step, spent_ahead, spent_on_window
+from cuconvt.plan_slides import SlideTile, WorkOnSlides
 
 THREADS = 128
-LANES_OF_WARP = 32
-WARPS = THREADS // LANES_OF_WARP
+WARPS = THREADS // LANES
 MAX_SUMS = 80  # of a thread, in registers
 MAX_REGISTERS = 192  # of a thread, by estimate
 MAX_SHARED_BYTES = 48 * 1024
@@ -43,20 +43,16 @@ STEPS_OF_COLUMN = 2  # and to begin another column of positions
 LEAST_PLANES = 4  # of a run along D, in those that a plane of y meets
 
 CACHED_BYTES_A_CLOCK = 31  # from L2
-# What the estimate is multiplied by beside other kernels', fitted to 900 of their times. Of that, channels-last beside
+# What the estimate is multiplied by beside other kernels', fitted to 1900 of their times. Of that, channels-last beside
 # tensor cores; and in rows groups of three or four channels of both x and y.
 COMPARED, OF_LAST, OF_SEVERAL = 0.57, 0.62, 1.8
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(SlideTile):
     """The compile-time shape of a thread's work; the fields are the macros of the kernel."""
 
     taps_h: int
-    positions_w: int
-    shared_w: int  # positions where rows of y are aligned, so that lanes share their columns; 0: they never do
-    lanes_c: int
-    ahead: bool  # whether rows are fetched a step before they are needed
 
 
 def plan_weight_gradient_few_channels(
@@ -72,11 +68,9 @@ def plan_weight_gradient_few_channels(
     tile = tile or min(work.tiles(), key=work.clocks_of_tile, default=None)
     if tile is None:
         return Refusal(name, "the taps of a row do not fit into the registers")
-    y_extents = (g.n, g.c_out, *g.out_extent)
-    row = work.row(tile.shared_w, shared=True)
-    is_shared = tile.shared_w > 0 and whole_pieces(layout.out, y_extents, layout.out_aligned, row.piece)
+    is_shared = work.is_shared(tile)
     tiles_w = -(-g.x_extent[2] // (tile.shared_w if is_shared else tile.positions_w))
-    columns = -(-g.x_extent[1] * tiles_w * tile.lanes_c // LANES_OF_WARP) * g.n  # of positions, of a warp each
+    columns = -(-g.x_extent[1] * tiles_w * tile.lanes_c // LANES) * g.n  # of positions, of a warp each
     tiles = work.tiles_of_weights(tile)
     if columns * g.x_extent[0] >= 2**31 or tiles > MAX_GRID or g.x_extent[1] * tiles_w >= 2**31 - THREADS:
         return Refusal(name, f"{columns} columns of positions or {tiles} tiles are more than it counts")
@@ -88,7 +82,7 @@ def plan_weight_gradient_few_channels(
         ("POSITIONS_W", tile.positions_w),
         ("LANES_C", tile.lanes_c),
         ("SHARED_W", tile.shared_w),
-        ("EARLY", row.early),
+        ("EARLY", work.row(tile, True).early),
         ("AHEAD", int(tile.ahead)),
         ("Y_STRIDE_W", work.y_stride_w),
         ("INDEX64", int(reads_need_64_bits(g, layout, (work.depth, 1, 32)))),
@@ -119,18 +113,13 @@ def plan_weight_gradient_few_channels(
     )
 
 
-class _Work:
+class _Work(WorkOnSlides[Tile]):
     """The sizes that follow from a problem's compile-time parameters and a tile; the kernel computes the same ones."""
 
-    def __init__(self, geometry: Geometry, dtype: str, layout: Layout, device: Device):
-        g = geometry
-        self.geometry, self.layout, self.device = g, layout, device
-        self.itemsize = {"float64": 8, "float32": 4}.get(dtype, 2)
-        self.words = 2 if dtype == "float64" else 1  # registers of an accumulator
-        self.y_stride_w = _constant_stride(layout.out, layout.out_channels_last, g.c_out)
-        self.depth = (g.kernel[0] - 1) * g.dilation[0] // g.stride[0] + 1
-        self.planes = min(g.kernel[0], g.stride[0] // gcd(g.stride[0], g.dilation[0]))  # of y that a step reads
-        self.pairs = g.c_in * g.c_out_per_group  # of channels
+    @property
+    def pairs(self) -> int:
+        """Pairs of channels."""
+        return self.geometry.c_in * self.geometry.c_out_per_group
 
     def tiles(self) -> Iterator[Tile]:
         """Yield the best of the tiles that fit, for each number of rows of the kernel, with rows ahead and without.
@@ -144,30 +133,12 @@ class _Work:
         all_taps = self.geometry.kernel[1]
         shares = {-(-all_taps // tiles) for tiles in (1, 2, 3, 4, all_taps)}
         for taps_h, ahead in itertools.product(sorted(shares, reverse=True), (True, False)):
-            alone = [tile for p in POSITIONS if self.fits(tile := Tile(taps_h, p, 0, lanes, ahead))]
-            if not alone:
-                continue
-            tile = min(alone, key=lambda tile: self.clocks_a_position(tile, False))
-            both = [both for p in POSITIONS if self.fits(both := replace(tile, shared_w=p))]
-            yield min(both, key=lambda tile: self.clocks_a_position(tile, True), default=tile)
+            yield from self.with_positions(Tile(1, 0, lanes, ahead, taps_h))
 
     def fits(self, tile: Tile) -> bool:
-        """Whether lanes can read rows so, and registers and shared memory hold what they have to."""
-        rows = list(self.rows(tile))
-        may_share = tile.lanes_c == 1 and self.layout.out[4] == 1
-        is_possible = all(row.is_possible and (may_share or not row.shared) for row in rows)
-        if not is_possible or self.sums(tile) * self.words > MAX_SUMS:
+        if not self.can_read(tile) or self.sums(tile) * self.words > MAX_SUMS:
             return False
         return self.registers(tile) <= MAX_REGISTERS and self.shared_bytes(tile) <= MAX_SHARED_BYTES
-
-    def row(self, positions: int, shared: bool) -> Row:
-        return Row.of(self.geometry, positions, shared, self.itemsize)
-
-    def rows(self, tile: Tile) -> Iterator[Row]:
-        """Yield the rows of y as a thread reads them alone and, if so, as it shares them."""
-        yield self.row(tile.positions_w, shared=False)
-        if tile.shared_w:
-            yield self.row(tile.shared_w, shared=True)
 
     def sums(self, tile: Tile) -> int:
         """Sums of a thread."""
@@ -227,13 +198,8 @@ class _Work:
         )
         return min(choices, key=end)
 
-    def clocks_of_tile(self, tile: Tile) -> float:
-        """Estimate the clocks of a position, of which half lie in rows that lanes share, if they do."""
-        return (self.clocks_a_position(tile, tile.shared_w > 0) + self.clocks_a_position(tile, False)) / 2
-
     def clocks_a_position(self, tile: Tile, is_shared: bool) -> float:
-        """Estimate the clocks of a multiprocessor for one position and all channels."""
-        row = self.row(tile.shared_w if is_shared else tile.positions_w, is_shared)
+        row = self.row(tile, is_shared)
         step = Step(
             products=self.sums(tile) * row.positions * self.words,
             rows=self.planes * tile.taps_h,

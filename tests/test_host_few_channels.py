@@ -53,12 +53,12 @@ def test_blocks_suit_the_rows_of_a_plane(extent: tuple[int, int, int], threads: 
         check(problem, "float32")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_pairs_of_channels_are_stored_whole_or_one_by_one(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "vector"), [("float16", 2), ("bfloat16", 2), ("float32", 1)])
+def test_pairs_of_channels_are_stored_whole_or_one_by_one(dtype: str, vector: int) -> None:
     last = whole_stores(dtype, "channels_last", "channels_last")
     geometry = geometry_of(last)
     plan = plan_family("few_channels", geometry, dtype, layout_of(geometry, last=True), None, DEVICES[90])
-    assert dict(plan.defines)["VECTOR"] == 2
+    assert dict(plan.defines)["VECTOR"] == vector
     values = last.arrays(DTYPES[dtype])
     x, _ = place(values[0], last.rank, "channels_last")
     n, channels, *extent = last.out_shape

@@ -125,7 +125,10 @@ STRIDED = case((2, 18, 3, 9, 17), 9, 3, stride=2, padding=1)
 LAST_STRIDED = dataclasses.replace(STRIDED, x_layout="channels_last", out_layout="channels_last")
 PROBLEMS = dict.fromkeys(RARE, (STRIDED, LAST_STRIDED))
 PROBLEMS["correlate_narrow"] = (case((1, 9, 5, 6, 17), 7, 3, stride=2, padding=1),)  # y is no multiple of 16 bytes
-PROBLEMS["correlate_few_channels"] = (case((2, 3, 9, 5, 6), 3, 4, stride=2, padding=1, groups=3),)
+PROBLEMS["correlate_few_channels"] = (  # rows of y that are aligned, and others
+    case((2, 3, 9, 5, 6), 3, 4, stride=2, padding=1, groups=3),
+    case((2, 3, 9, 5, 5), 3, 3, stride=2, padding=1, groups=3),
+)
 PROBLEMS["weight_gradient_few_channels"] = (case((2, 3, 9, 9, 36), 3, 4, stride=2, padding=1, groups=3),)
 
 # Family, a replacement in its source, and the message of the check that must catch it.
@@ -147,6 +150,12 @@ FAULTS = {
         "RowShared::columns_to_load(y_w, p.out_extent[2],",
         "RowShared::columns_to_load(y_w, p.out_extent[2] + 1,",
         "heap-buffer-overflow|belong to no argument|past its end",
+    ),
+    "a mask with one column too many, of rows that are not aligned": (
+        "correlate_few_channels",
+        "RowAlone::columns_to_load(y_w, p.out_extent[2],",
+        "RowAlone::columns_to_load(y_w, p.out_extent[2] + 1,",
+        "heap-buffer-overflow|belong to no argument|past its end|" + VALUES,
     ),
     "a column of the wrong neighbour": (
         "correlate_few_channels",

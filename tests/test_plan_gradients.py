@@ -391,9 +391,11 @@ def test_parts_fill_the_device_and_no_more() -> None:
         assert plan.grid % parts == 0
         assert plan.workspace_bytes == 4 * plan.sums * parts
         assert 132 <= plan.grid <= 132 * 64
-    tiny = plan_of("weight_gradient", case((1, 16, 1, 2, 2), 16, 3))  # one box
-    assert tiny.problem[PARTS] == 1
-    assert tiny.workspace_bytes == tiny.sums == 0
+    tiny = plan_of("weight_gradient", case((1, 16, 2, 2, 2), 16, 3))
+    assert tiny.problem[PARTS] == 2  # as many as boxes, which is faster than a part of both
+    one_box = plan_of("weight_gradient", case((1, 16, 1, 2, 2), 16, 3))
+    assert one_box.problem[PARTS] == 1
+    assert one_box.workspace_bytes == one_box.sums == 0
 
 
 def test_weights_that_fill_the_workspace_are_written_directly() -> None:
