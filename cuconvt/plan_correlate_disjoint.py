@@ -36,6 +36,7 @@ from cuconvt.plan_disjoint import (
     Shape,
     refuse_other_kernels,
 )
+from cuconvt.plan_few_channels import FEW
 from cuconvt.plan_phase_gemm import PRECISION_CODES, _others_divisible
 from cuconvt.plan_phase_wgmma import MAX_COLUMNS, ROWS, _channels_at_once
 
@@ -52,6 +53,7 @@ SPLIT_CLOCKS = 7.6  # and splits
 SUM_CLOCKS = 33  # likewise, for each sum that it stores
 COMPARED = 0.69  # the other kernels' estimates are as much more optimistic
 WIDE, OF_WIDE_ROWS = 256, 1.4  # channels of x, and what rows of 16 bits take longer where there are as many
+OF_FEW_LAST = 2.4  # likewise channels-last, with few channels of y: most of a unit is zeros
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,11 @@ class Work:
     def compared(self) -> float:
         """Return the cost that is compared with other kernels', relative to the estimated time."""
         s = self.shape
-        return COMPARED * (OF_WIDE_ROWS if s.itemsize == 2 and s.c_out >= WIDE and not s.x_channels_last else 1)
+        if s.itemsize == 4:
+            return COMPARED
+        if s.x_channels_last:
+            return COMPARED * (OF_FEW_LAST if s.c_in <= FEW else 1)
+        return COMPARED * (OF_WIDE_ROWS if s.c_out >= WIDE else 1)
 
     def clocks(self, tile: Tile) -> float:
         """Estimate a multiprocessor's clocks for a position, with all its outputs.

@@ -59,7 +59,7 @@ STEP_CLOCKS = 39  # in which a worker waits: for words of a group of channels
 COMPARED = {(4, 3): 0.86, (4, 1): 0.84, (2, 1): 1.1}
 SLOWER = {16: 1.0, 4: 1.25, 2: 6.0}  # by bytes of a row at a time: how much longer it takes for the same estimate
 OF_LAST = 1.4  # likewise, where the result is channels-last, beside one channel of y
-OF_TF32_ALONG_ONE_AXIS = 1.1  # likewise
+OF_TF32 = {1: 1.1, 2: 1.0, 3: 0.9}  # likewise, by the number of axes
 # Instructions of a thread that copies 16 bytes, 4, or loads two halves of a word.
 COPY_INSTRUCTIONS = {16: 8, 4: 8, 2: 14}
 
@@ -203,8 +203,8 @@ class Work(correlate_wgmma.Work):
         compared = COMPARED[s.itemsize, s.products] * SLOWER[s.copied] * OTHERS
         if s.out_channels_last:
             compared *= OF_LAST
-        if s.rank == 1 and (s.itemsize, s.products) == (4, 1):
-            compared *= OF_TF32_ALONG_ONE_AXIS
+        if (s.itemsize, s.products) == (4, 1):
+            compared *= OF_TF32[s.rank]
         return compared * clocks
 
     def width(self, tile: Tile, positions: int) -> int:

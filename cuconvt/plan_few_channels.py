@@ -46,7 +46,12 @@ BYTES_A_CLOCK = 18
 # How much longer some channels take than the rest of the estimate says, measured on an H200: where each lane reads
 # another line of channels-last x, or where there are many and the rows of a plane are those of a batch, and otherwise.
 SLOW, OTHERWISE = 8, 2.3
-OF_SINGLE_ROWS = 2.6  # of that, rows of many channels with one axis, beside the tensor cores' kernels: of 9 layers
+# What takes longer beside the tensor cores' kernels: of that, rows of many channels with one axis (of 9 layers), and
+# taps of few input channels a group with more axes (of 40).
+OF_SINGLE_ROWS, OF_FEW = 2.6, 1.6
+# And what so many channels take longer, or so many whose loads the phases of a volume share, of a single one of the
+# result: threads are as few as positions (of 40).
+WIDE, WIDE_OF_PHASES, OF_WIDE = 32, 48, 2.5
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,11 @@ def plan_few_channels(
 
     in_single_rows = geometry.rank == 1 and geometry.c_in_per_group >= MANY and not layout.x_channels_last
     beside_tensor_cores = refuse_tensor_cores(dtype, precision, device) is None
-    compared = OF_SINGLE_ROWS if in_single_rows and beside_tensor_cores else 1
+    compared = 1.0
+    if beside_tensor_cores and in_single_rows:
+        compared = OF_SINGLE_ROWS
+    elif beside_tensor_cores and geometry.rank > 1 and geometry.c_in_per_group <= FEW and geometry.taps > 1:
+        compared = OF_FEW
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         *axis_macros(KERNEL=geometry.kernel, STRIDE=geometry.stride, DILATION=geometry.dilation),
@@ -316,11 +325,16 @@ class _Work:
 
     def slower(self) -> float:
         """Return how much longer the kernel takes than the number of instructions and their waits suggest."""
-        channels = self.geometry.c_in_per_group
+        g = self.geometry
+        channels, last = g.c_in_per_group, self.layout.x_channels_last
         if channels < SOME:
             return 1
-        in_a_batch = self.geometry.rank == 2 and channels >= MANY
-        return SLOW if self.layout.x_channels_last or in_a_batch else OTHERWISE
+        slower = SLOW if last or (g.rank == 2 and channels >= MANY) else OTHERWISE
+        if g.rank == 3 and max(g.stride) > 1 and not last:
+            is_wide = channels >= WIDE_OF_PHASES and g.c_out_per_group == 1
+        else:
+            is_wide = channels >= WIDE and g.rank > 1
+        return slower * (OF_WIDE if is_wide else 1)
 
     def memory_clocks_a_position(self) -> float:
         """Return the clocks that a multiprocessor would take to move x and the result of a position q, likewise."""

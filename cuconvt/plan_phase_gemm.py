@@ -67,6 +67,9 @@ STORED_IN_PARTS = 1.3  # how much longer few channels take, channels-last: they 
 # How much longer single rows of more than so many channels take beside Hopper's kernels, whose boxes suit few positions
 # better: of 13 layers.
 SINGLE_ROWS, FEW_COLUMNS = 1.2, 16
+# Likewise in 3xTF32, where phases are no channels: in rows with several axes and so many taps or a stride, and
+# channels-last, but for some channels of the result without a stride. Of 72 layers.
+SPLIT, MANY_TAPS, SOME_COLUMNS = 1.5, 16, range(2, 9)
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,8 @@ def plan_phase_gemm(
     in_single_rows = geometry.rank == 1 and not layout.x_channels_last and geometry.c_out_per_group > FEW_COLUMNS
     beside_wgmma = refuse_tensor_cores(dtype, precision, device, wgmma=True) is None
     compared = SINGLE_ROWS if in_single_rows and beside_wgmma else 1
+    if beside_wgmma and precision == "tf32x3" and not tile.phases_as_channels and _is_slower_split(geometry, layout):
+        compared *= SPLIT
     packed = geometry.groups * tiles_c * gemm.kernel[0] * gemm.kernel[1] * chunks * work.piece_words(tile)
     return Plan(
         kernel="phase_gemm",
@@ -188,6 +193,14 @@ def _works(
         if not _refuse_taps(gemm):
             works[True] = _Work(gemm, dtype, precision, layout, device.compute_capability, geometry)
     return works, None if works else reason
+
+
+def _is_slower_split(geometry: Geometry, layout: Layout) -> bool:
+    """Whether a problem of 3xTF32 takes longer than the estimate says beside Hopper's kernels, as measured."""
+    has_stride = max(geometry.stride) > 1
+    if layout.x_channels_last:
+        return has_stride or geometry.c_out_per_group not in SOME_COLUMNS
+    return geometry.rank > 1 and (has_stride or geometry.taps >= MANY_TAPS)
 
 
 def _refuse_taps(geometry: Geometry) -> str | None:

@@ -46,11 +46,13 @@ L2_BYTES_A_CLOCK = 24
 ISSUE = 4
 BOX_CLOCKS = 300  # a barrier, the addresses of a box and the first loads after it
 TYPICAL_EXTENT = {1: 4096, 2: 128, 3: 48}  # of an axis, by rank
-# The cost that is compared with other kernels', relative to that estimate, where that is far off: in 16 bits,
-# channels-last with one or two axes, and in TF32 in rows with three, where windows are disjoint and of up to so many
-# pairs of channels. Of 18 and of 6 layers.
-COMPARED_OF_LAST, COMPARED_OF_DISJOINT, FEW_PAIRS = 1.7, 1.4, 4096
-COMPARED_OF_ODD_ROWS = 1.7  # likewise, of y in 16 bits
+# The cost that is compared with other kernels', relative to that estimate. In TF32 rows with three axes, where windows
+# are disjoint and of up to so many pairs of channels: of 6 layers.
+COMPARED_OF_DISJOINT, FEW_PAIRS = 1.4, 4096
+# In 16 bits: channels-last with one or two axes, of 18 layers; and in rows where elements of y are copied one by one,
+# or else of x, of 60 layers.
+COMPARED_OF_LAST, OF_SINGLE_Y, OF_SINGLE_X = 1.7, 2.0, 1.3
+ELEMENT = 2  # bytes of 16 bits
 
 
 @dataclass(frozen=True)
@@ -150,19 +152,24 @@ def plan_weight_gradient_gemm(
         block=tile.block,
         shared_bytes=4 * work.shared_words(tile),
         problem=parameters(g, layout, (*boxes, parts), work.copy_bytes_x(), work.copy_bytes_y(tile)),
-        cost=_compared(g, layout, dtype, precision) * work.clocks_a_position(tile) * g.n * prod(g.x_extent),
+        cost=_compared(work, tile, precision) * work.clocks_a_position(tile) * g.n * prod(g.x_extent),
         workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
         sums=tiles * tile.values if parts > 1 else 0,
     )
 
 
-def _compared(g: Geometry, layout: Layout, dtype: str, precision: str | None) -> float:
-    if layout.out_channels_last:
-        return COMPARED_OF_LAST if dtype != "float32" and g.rank < 3 else 1
-    if dtype != "float32" and g.out_extent[2] % 2 and not layout.x_channels_last:
-        return COMPARED_OF_ODD_ROWS
+def _compared(work: _Work, tile: Tile, precision: str | None) -> float:
+    g = work.geometry
+    if work.per_word == 2:
+        if work.y_last:
+            return COMPARED_OF_LAST if g.rank < 3 else 1
+        if work.x_last:
+            return 1
+        if work.copy_bytes_y(tile) == ELEMENT:
+            return OF_SINGLE_Y
+        return OF_SINGLE_X if work.copy_bytes_x() == ELEMENT else 1
     is_narrow = g.c_in_per_group * g.c_out_per_group <= FEW_PAIRS
-    is_disjoint = precision == "tf32" and g.rank == 3 and g.kernel == g.stride
+    is_disjoint = precision == "tf32" and g.rank == 3 and g.kernel == g.stride and not work.y_last
     return COMPARED_OF_DISJOINT if is_disjoint and is_narrow else 1
 
 

@@ -350,6 +350,8 @@ def test_the_memo_is_bounded(backend: Backend, monkeypatch: pytest.MonkeyPatch) 
 def test_threads(backend: Backend) -> None:
     strides = (1, 2, 3, 4)
     expected = {stride: backend.call(stride=stride, output_padding=0).shape for stride in strides}
+    once = len(backend.launched)  # some pack their weights first
+    assert once == 5
     warm._slot.cache_clear()
 
     def work(index: int) -> bool:
@@ -360,7 +362,7 @@ def test_threads(backend: Backend) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(400)))
-    assert len(backend.launched) == 404
+    assert len(backend.launched) == 101 * once
     assert backend.all_steps <= 4 + 8 * 4
 
 

@@ -559,6 +559,14 @@ def test_wgmma_is_chosen_for_16_bits(problem: Problem, last: bool) -> None:
         (case((4, 64, 40000), 4, 8, 4), "ieee", False, "few_channels"),  # the same rows, without tensor cores
         (case((2, 96, 48, 48, 48), 96, 3, groups=12), "tf32x3", True, "phase_wgmma"),
         (FIXED["kb73"], "tf32x3", True, "narrow_groups"),
+        (case((16, 256, 64, 50), 4, 7, 2, 2, 1), "tf32x3", False, "phase_wgmma"),
+        (case((16, 128, 32, 32), 3, 7, 2, 2, 1), "tf32x3", True, "phase_wgmma"),
+        (case((64, 32, 50, 32), 3, 5, padding=2), "tf32x3", False, "phase_wgmma"),
+        (case((2, 96, 45, 40, 24), 1, 3, 2), "tf32x3", False, "phase_wgmma"),
+        (case((2, 96, 45, 40, 24), 4, 3, 2), "ieee", False, "few_channels"),  # phases and channels share what is read
+        (case((16, 96, 50, 50), 1, 4, padding=1), "ieee", False, "gather"),
+        (case((1, 4, 64, 45, 24), 64, 4, 2, 1), "tf32x3", True, "phase_wgmma"),
+        (case((64, 3, 28, 50), 64, 4, 2, 1), "tf32", True, "phase_wgmma"),
     ],
     ids=[
         "runs-in-pieces",
@@ -569,6 +577,14 @@ def test_wgmma_is_chosen_for_16_bits(problem: Problem, last: bool) -> None:
         "single-rows-ieee",
         "groups-3d",
         "groups-written",
+        "few-results",
+        "few-results-last",
+        "few-results-of-many-taps",
+        "one-result",
+        "few-results-of-phases-ieee",
+        "one-result-ieee",
+        "few-inputs",
+        "few-inputs-2d",
     ],
 )
 def test_choice(problem: Problem, precision: str, last: bool, kernel: str) -> None:

@@ -219,6 +219,7 @@ def test_small_y_in_rows_is_turned_before() -> None:
         ("correlate", case((32, 32, 256), 256, 7, 4), "float32", None, "correlate_wgmma"),  # few positions
         ("correlate", case((8, 256, 2400), 128, 10, 5, 3, 1), "float32", "tf32", "correlate_wgmma"),
         ("correlate", case((128, 32, 16, 16), 1, 4, 2, 1), "bfloat16", None, "correlate_few_channels"),
+        ("correlate", case((1, 4, 64, 45, 24), 64, 4, 2, 1), "float32", "tf32", "correlate_rows"),
         ("correlate", FIXED["depthwise"], "float16", None, "correlate_few_channels"),
         ("weight_gradient", FIXED["kb61"], "float32", None, "weight_gradient_tma"),
         ("weight_gradient", case((16, 32, 131072), 64, 3, 2, 1, dilation=2), "float16", None, "weight_gradient_wgmma"),
@@ -231,6 +232,7 @@ def test_small_y_in_rows_is_turned_before() -> None:
         ("weight_gradient", case((1, 128, 8, 8, 8), 128, 3, padding=1), "float32", "tf32", "weight_gradient_tma"),
         ("weight_gradient", case((2, 64, 64, 64, 64), 32, 2, 2), "float32", "tf32", "weight_gradient_wgmma"),
         ("weight_gradient", FIXED["gan_3d"], "float32", "tf32x3", "weight_gradient_tma"),
+        ("weight_gradient", case((1, 64, 32, 64, 45), 3, 5, 2, 1, 1), "bfloat16", None, "weight_gradient_tma"),
         ("weight_gradient", FIXED["depthwise"], "bfloat16", None, "weight_gradient_few_channels"),
         ("weight_gradient", FIXED["kb73"], "bfloat16", None, "weight_gradient_narrow"),
         ("weight_gradient", FIXED["kb73"], "float32", None, "weight_gradient_narrow"),
@@ -265,8 +267,9 @@ def test_choice_with_groups_channels_last(problem: Problem, kernel: str) -> None
         (case((2, 16, 64, 64, 64), 3, 3, padding=1), "float32", "weight_gradient_few_channels"),
         (case((8, 56, 128, 128), 1, 9, 4, 4, 3), "float16", "correlate_wgmma"),
         (case((16, 256, 28, 28), 256, 3, 2, 1, 1, groups=32), "float16", "correlate_wgmma"),
+        (case((4, 48, 48, 32, 45), 3, 2, 2), "float16", "correlate_wgmma"),
     ],
-    ids=["disjoint", "1d", "few-channels", "three-channels", "one-channel", "groups"],
+    ids=["disjoint", "1d", "few-channels", "three-channels", "one-channel", "groups", "disjoint-of-three"],
 )
 def test_choice_channels_last(problem: Problem, dtype: str, kernel: str) -> None:
     precision = "tf32" if dtype == "float32" else None
