@@ -23,11 +23,10 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_gemm import with_margin
-from cuconvt.plan_few_channels import THREADS, _batch_as_axis, runs_along_d, threads_of_block
+from cuconvt.plan_few_channels import FEW, THREADS, _batch_as_axis, runs_along_d, threads_of_block
 from cuconvt.plan_rows import BYTES_A_CLOCK, Step, spent_ahead, spent_on_window, whole_pieces
 from cuconvt.plan_slides import SlideTile, WorkOnSlides
 
-FEW = 4  # channels
 MAX_REGISTERS = 192  # of a thread, by estimate
 MAX_WEIGHTS_IN_REGISTERS = 72
 MAX_SHARED_BYTES = 48 * 1024

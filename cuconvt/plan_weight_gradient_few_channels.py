@@ -24,9 +24,9 @@ from cuconvt.plan import (
     round_up,
 )
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_correlate_few_channels import FEW, refuse_channels
+from cuconvt.plan_correlate_few_channels import refuse_channels
 from cuconvt.plan_correlate_gemm import with_margin
-from cuconvt.plan_few_channels import _batch_as_axis
+from cuconvt.plan_few_channels import FEW, _batch_as_axis
 from cuconvt.plan_rows import BYTES_A_CLOCK, LANES, Step, spent_ahead, spent_on_window
 from cuconvt.plan_slides import SlideTile, WorkOnSlides
 

@@ -52,7 +52,6 @@ COMPARED_OF_DISJOINT, FEW_PAIRS = 1.4, 4096
 # In 16 bits: channels-last with one or two axes, of 18 layers; and in rows where elements of y are copied one by one,
 # or else of x, of 60 layers.
 COMPARED_OF_LAST, OF_SINGLE_Y, OF_SINGLE_X = 1.7, 2.0, 1.3
-ELEMENT = 2  # bytes of 16 bits
 
 
 @dataclass(frozen=True)
@@ -165,9 +164,9 @@ def _compared(work: _Work, tile: Tile, precision: str | None) -> float:
             return COMPARED_OF_LAST if g.rank < 3 else 1
         if work.x_last:
             return 1
-        if work.copy_bytes_y(tile) == ELEMENT:
+        if work.copy_bytes_y(tile) == work.single:
             return OF_SINGLE_Y
-        return OF_SINGLE_X if work.copy_bytes_x() == ELEMENT else 1
+        return OF_SINGLE_X if work.copy_bytes_x() == work.single else 1
     is_narrow = g.c_in_per_group * g.c_out_per_group <= FEW_PAIRS
     is_disjoint = precision == "tf32" and g.rank == 3 and g.kernel == g.stride and not work.y_last
     return COMPARED_OF_DISJOINT if is_disjoint and is_narrow else 1
@@ -186,6 +185,7 @@ class _Work:
         self.geometry, self.layout, self.device = geometry, layout, device
         self.per_word = 1 if dtype == "float32" else 2
         self.products = 3 if precision == "tf32x3" else 1
+        self.single = 4 // self.per_word  # bytes of an element
         self.unit = 4 * self.per_word  # elements of a 16-byte copy
         self.gap_w = gcd(geometry.stride[2], geometry.dilation[2]) if geometry.kernel[2] > 1 else geometry.stride[2]
         self.x_last, self.y_last = layout.x_channels_last, layout.out_channels_last
@@ -205,14 +205,13 @@ class _Work:
         return self._copy_bytes(self.layout.out, self.layout.out_aligned, self.geometry.c_out_per_group, gap, tap_step)
 
     def _copy_bytes(self, strides: Ints, aligned: bool, channels: int, gap: int, tap_step: int) -> int:
-        single = 4 // self.per_word
         last = abs(strides[1]) == 1 and abs(strides[4]) != 1
         if last:
-            return copied_bytes(strides, aligned, channels, self.geometry.groups, single) or single
+            return copied_bytes(strides, aligned, channels, self.geometry.groups, self.single) or self.single
         if not aligned or strides[4] != 1 or gap != 1:
-            return single
+            return self.single
         others = [*strides[:4], tap_step]
-        return next((4 * n for n in (4, 1) if not any(s % (n * self.per_word) for s in others)), single)
+        return next((4 * n for n in (4, 1) if not any(s % (n * self.per_word) for s in others)), self.single)
 
     def tiles_of_weights(self, tile: Tile) -> int:
         g = self.geometry
