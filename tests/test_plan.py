@@ -74,7 +74,10 @@ def values(plan: Plan, name: str) -> Ints:
 def seen_by(plan: Plan, geometry: Geometry) -> Geometry:
     """Return the geometry with its axes as the kernel has them: some turn those of 1-D and 2-D problems."""
     turns = {"few_channels": _batch_as_axis, "narrow_groups": _batch_as_depth, "phase_wgmma": _batch_as_depth}
-    return turns[plan.kernel](geometry, layout_of(geometry))[0] if plan.kernel in turns else geometry
+    if plan.kernel not in turns:
+        return geometry
+    turned, layout = turns[plan.kernel](geometry, layout_of(geometry))
+    return _reached_planes(turned, layout)[0] if plan.kernel == "phase_wgmma" else turned
 
 
 def box_of(plan: Plan) -> Ints:
