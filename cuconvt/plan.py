@@ -199,6 +199,7 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
     from cuconvt.plan_narrow_groups import plan_narrow_groups
     from cuconvt.plan_phase_gemm import plan_phase_gemm
     from cuconvt.plan_phase_wgmma import plan_phase_wgmma
+    from cuconvt.plan_tap_columns import plan_tap_columns
 
     proposals = [
         family(geometry, dtype, layout, precision, device)
@@ -207,6 +208,7 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
             plan_phase_wgmma,
             plan_turned_correlate_wgmma,
             plan_phase_gemm,
+            plan_tap_columns,
             plan_narrow_groups,
             plan_few_channels,
             plan_gather,

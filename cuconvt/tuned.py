@@ -24,6 +24,7 @@ from cuconvt import (
     plan_narrow_groups,
     plan_phase_gemm,
     plan_phase_wgmma,
+    plan_tap_columns,
 )
 from cuconvt.choices import planners_digest
 from cuconvt.compile import _digest, _sources, cache_folder, replace_file
@@ -48,6 +49,7 @@ FAMILIES = {
         plan_correlate_wgmma.plan_turned_correlate_wgmma, plan_correlate_wgmma.candidates, plan_correlate_wgmma.Tile
     ),
     "phase_gemm": Family(plan_phase_gemm.plan_phase_gemm, plan_phase_gemm.candidates, plan_phase_gemm.Tile),
+    "tap_columns": Family(plan_tap_columns.plan_tap_columns, plan_tap_columns.candidates, plan_tap_columns.Tile),
     "narrow_groups": Family(
         plan_narrow_groups.plan_narrow_groups, plan_narrow_groups.candidates, plan_narrow_groups.Tile
     ),

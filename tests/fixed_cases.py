@@ -21,6 +21,8 @@ FIXED = {
     "gan_2d": case((2, 64, 5, 6), 32, 4, stride=2, padding=1),
     "vocoder_1d": case((2, 48, 19), 24, 16, stride=8, padding=4, has_bias=True),
     "one_channel_volume": case((1, 1, 9, 10, 11), 1, 4, stride=2, padding=1),
+    "colours": case((2, 64, 5, 12), 3, 4, stride=2, padding=1, has_bias=True),
+    "mask": case((1, 17, 4, 5, 7), 1, 3, padding=1),
     # One property each.
     "dead_phases": case((2, 5, 4, 5, 6), 7, 3, stride=2, dilation=2, has_bias=True),
     "dead_phases_gcd_2_of_4": case((1, 3, 5, 4), 4, 3, stride=4, dilation=2, output_padding=3, has_bias=True),
@@ -55,4 +57,26 @@ RAGGED = {
     "by_two": (case((3, 21, 101), 13, 4, 2, 1, has_bias=True, **LAST), (2, 2)),
     "without_a_stride": (case((2, 36, 13, 17), 22, 3, padding=1, **LAST), (8, 4)),
     "one_of_both": (case((2, 32, 5, 9, 17), 28, (2, 3, 3), (1, 2, 2), **LAST), (16, 8)),
+}
+
+# From many channels to few: rows that are whole fours or not, several boxes along each axis, weights that stay or pass.
+FEW_RESULTS = {
+    "colours": case((3, 64, 37, 52), 3, 4, 2, padding=1, has_bias=True),
+    "colours_last": case((3, 64, 37, 51), 3, 4, 2, padding=1, has_bias=True, **LAST),
+    "to_last": case((2, 40, 33, 27), 4, 3, 2, padding=1, output_padding=1, out_layout="channels_last"),
+    "mask": case((2, 96, 50, 41), 1, 5, padding=2),
+    "volume": case((2, 32, 9, 21, 36), 2, 3, 2, padding=1, output_padding=1, has_bias=True),
+    "volume_last": case((2, 36, 9, 21, 19), 1, 4, 2, padding=1, **LAST),
+    "many_taps": case((1, 20, 9, 19, 22), 1, 5, padding=2, has_bias=True),
+    "row": case((4, 64, 515), 1, 16, 8, padding=4, has_bias=True),
+    "row_last": case((5, 48, 300), 3, 7, 3, padding=2, **LAST),
+    "many_channels": case((2, 600, 19, 36), 4, 7, 2, padding=2),
+    "dilated": case((2, 24, 17, 33), 2, (3, 4), (2, 1), dilation=(1, 3), has_bias=True),
+    "grouped": case((2, 96, 21, 24), 6, 3, 2, padding=1, groups=3),
+    "disjoint": case((2, 50, 9, 13, 21), 3, 2, 2),
+    "bias_alone": case((2, 16, 9, 13), 2, (1, 2), 4, output_padding=3, has_bias=True),
+    "padding_cuts": case((2, 24, 60, 71), 1, 3, padding=((20, 30), (40, 9)), has_bias=True),
+    "gaps": case((2, 24, 9, 21, 36), 2, 3, padding=1, x_layout="cropped", out_layout="misaligned"),
+    "strided": case((2, 24, 21, 36), 2, 3, 2, padding=1, x_layout="strided", out_layout="strided"),
+    "broadcast": case((2, 24, 21, 36), 2, 3, 2, padding=1, x_layout="broadcast"),
 }

@@ -30,6 +30,7 @@ CHANNELS = {
     "narrow_groups": ((8, 8), (4, 12), (16, 16), (3, 5), (16, 8)),
     "phase_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
     "phase_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
+    "tap_columns": tuple(itertools.product((16, 48, 128), (1, 2, 3, 4))),
     "weight_gradient": ((1, 1), (3, 5), (9, 2), (16, 8), (48, 33)),
     "weight_gradient_few_channels": ((1, 1), (1, 3), (2, 9), (9, 1)),
     "weight_gradient_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
@@ -82,6 +83,7 @@ ALIKE = {
     "narrow_groups": ("DILATION_", "SHIFT_", "DTYPE"),
     "phase_gemm": ("KERNEL_D", "STRIDE_D", "DILATION_D", "WARPS_", "EARLY", "SHARED_BYTES", "DTYPE"),
     "phase_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
+    "tap_columns": ("KERNEL_", "STRIDE_D", "STRIDE_H", "DILATION_", "SHIFT_W", "APART", "OUT_VECTOR", "DTYPE"),
 }
 # Of float32, where they make another kernel.
 SIMT = (

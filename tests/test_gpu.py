@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from fixed_cases import FIXED, RAGGED, SPECIAL
+from described import DEFAULT, geometry_of, layout_of
+from fixed_cases import FEW_RESULTS, FIXED, RAGGED, SPECIAL
 from gpu_tools import delay, plane_of, planned_by, to_gpu
 from harness import call, check, is_channels_last, to_numpy
 from hypothesis import given, seed, settings
@@ -157,6 +158,15 @@ def by_phase_wgmma() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def by_tap_columns() -> Iterator[None]:
+    from cuconvt import cuda
+    from cuconvt.plan_tap_columns import plan_tap_columns
+
+    with planned_by(plan_tap_columns, cuda, "make_plan", cuda._prepare):
+        yield
+
+
 FOR_TENSOR_CORES = pytest.mark.parametrize(
     ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", None)]
 )
@@ -166,6 +176,31 @@ FOR_TENSOR_CORES = pytest.mark.parametrize(
 @pytest.mark.parametrize("name", DISJOINT)
 def test_kernel_equal_to_stride(cupy: Any, by_disjoint: None, name: str, dtype: str, precision: str | None) -> None:
     check(DISJOINT[name], dtype, cupy, precision)
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("name", FEW_RESULTS)
+def test_few_results(cupy: Any, by_tap_columns: None, name: str, dtype: str, precision: str | None) -> None:
+    check(FEW_RESULTS[name], dtype, cupy, precision)
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("name", ["volume", "many_channels"])
+def test_few_results_with_other_tiles(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
+    from cuconvt import cuda
+    from cuconvt.plan_tap_columns import candidates, plan_tap_columns
+
+    problem = FEW_RESULTS[name]
+    geometry = geometry_of(problem)
+    kind = dtype, layout_of(geometry), precision or DEFAULT[dtype], cuda.device_properties(0)
+    tiles = [plan.tile for plan in candidates(geometry, *kind)]
+    for tile in random.Random(name + dtype).sample(tiles, min(len(tiles), 6)):
+
+        def planner(*arguments: Any, tile: Any = tile) -> Any:
+            return plan_tap_columns(*arguments, tile)
+
+        with planned_by(planner, cuda, "make_plan", cuda._prepare):
+            check(problem, dtype, cupy, precision, calls=2)
 
 
 @FOR_TENSOR_CORES
@@ -311,6 +346,12 @@ def test_residues_one_after_the_other(cupy: Any, by_narrow_groups: None, name: s
 @pytest.mark.parametrize("name", ["upsampling_2d", "one_tap", "by_three"])
 def test_special_values_of_disjoint(cupy: Any, by_disjoint: None, checked: Any, name: str) -> None:
     checked(DISJOINT[name], to_gpu, "tf32x3")
+
+
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+@pytest.mark.parametrize("name", ["mask", "volume", "row", "many_channels"])
+def test_special_values_of_few_results(cupy: Any, by_tap_columns: None, checked: Any, name: str) -> None:
+    checked(FEW_RESULTS[name], to_gpu, "tf32x3")
 
 
 # Planes along D that no tap reaches: between others or, with much padding, before the first and behind the last one.

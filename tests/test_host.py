@@ -17,6 +17,7 @@ import host_gradients
 import host_narrow_groups
 import host_phase_gemm
 import host_phase_wgmma
+import host_tap_columns
 import numpy as np
 import pytest
 from described import DEVICES, channels_last, contiguous, geometry_of
@@ -114,12 +115,14 @@ CASES = {
     "narrow_groups": {name: Case(**fields) for name, fields in host_narrow_groups.cases().items()},
     "phase_gemm": {name: Case(**fields) for name, fields in host_phase_gemm.cases().items()},
     "phase_wgmma": {name: Case(**fields) for name, fields in host_phase_wgmma.cases().items()},
+    "tap_columns": {name: Case(**fields) for name, fields in host_tap_columns.cases().items()},
 }
 BOXES = {"gather": gather_box, "few_channels": host_few_channels.box, "phase_gemm": host_phase_gemm.box}
 OF_PLANS = {  # which vary at run time
     "disjoint": host_disjoint.box,
     "narrow_groups": host_narrow_groups.box,
     "phase_wgmma": host_phase_wgmma.box,
+    "tap_columns": host_tap_columns.box,
 }
 # Macros that the host ignores, and how many slots hold weights that stay.
 OF_THE_DEVICE = ("MIN_BLOCKS", "WORKER_REGISTERS", "STAGER_REGISTERS", "RING")
@@ -129,6 +132,7 @@ OWN_LENGTHS = {
     "narrow_groups": host_narrow_groups,
     "phase_gemm": host_phase_gemm,
     "phase_wgmma": host_phase_wgmma,
+    "tap_columns": host_tap_columns,
 }
 EXAMPLES = {family: -(-ENOUGH // len(cases)) for family, cases in CASES.items()}  # drawn for a specialisation
 
@@ -317,6 +321,22 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
     assert len(reached) == 2 * 3 * 2
 
 
+def test_columns_are_read_and_stored_in_both_ways() -> None:
+    """Four elements of x at a time or single ones, and whole rows of results or single ones."""
+    reached = set()
+    for this in CASES["tap_columns"].values():
+        for problem in (one_past_every_edge("tap_columns", this), whole_words(this)):
+            plan = plan_for("tap_columns", this, problem)
+            defines, p = dict(plan.defines), problem_of(plan)
+            reached.add((this.dtype, "x", defines["X_CHANNELS_LAST"], p["x_vector"][0]))
+            if defines["OUT_VECTOR"] > 1:
+                reached.add((this.dtype, "out", defines["OUT_CHANNELS_LAST"], p["out_vector"][0]))
+            reached |= {f"parts {min(2, p['tiles'][0])}", f"boxes along W {min(2, p['tiles'][2])}"}
+    for kind in itertools.product(("float16", "bfloat16", "float32"), ("x", "out"), (0, 1), (0, 1)):
+        assert kind in reached, kind
+    assert {f"{what} {count}" for what in ("parts", "boxes along W") for count in (1, 2)} <= reached
+
+
 def test_ways_to_load_and_to_store_are_reached() -> None:
     """So are, with kernel = stride, how many blocks share the weights and how many tiles a worker takes."""
     reached = set()
@@ -344,6 +364,7 @@ SPECIAL_CASES = [
     *itertools.product(("phase_gemm", "phase_wgmma"), ("dead_phases", "padding_eats_whole_taps", "odd_channels")),
     *itertools.product(("narrow_groups",), ("kb73", "dead_phases", "padding_eats_whole_taps")),
     ("disjoint", "unet_k2s2"),
+    *itertools.product(("tap_columns",), ("colours", "mask")),
 ]
 
 
@@ -390,7 +411,7 @@ def test_special_values_of_phases_as_channels(name: str, checked: Callable[..., 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("family", CASES)
 def test_channels_beside_the_result_stay(family: str, dtype: str) -> None:
-    c_out, kernel = 3 if family == "few_channels" else 6, 2 if family == "disjoint" else 3
+    c_out, kernel = 3 if family in ("few_channels", "tap_columns") else 6, 2 if family == "disjoint" else 3
     layouts = {"x_layout": "channels_last", "out_layout": "some_channels"}
     precision = "tf32" if dtype == "float32" and family not in SIMT else None
     with on_host(family, DEVICES[90], precision):

@@ -10,6 +10,7 @@ from typing import Any
 
 import host_disjoint
 import host_narrow_groups
+import host_tap_columns
 import numpy as np
 import pytest
 from described import DEVICES
@@ -22,7 +23,7 @@ from host_phase_wgmma import plan_with
 from hypothesis import given, settings
 from strategies import LAST, Problem, Specialisation, case, problems
 
-from cuconvt import plan, plan_disjoint, plan_narrow_groups, plan_phase_wgmma
+from cuconvt import plan, plan_disjoint, plan_narrow_groups, plan_phase_wgmma, plan_tap_columns
 from cuconvt.plan import Device
 from cuconvt.plan_phase_wgmma import Tile
 
@@ -203,6 +204,28 @@ def disjoint_fault(
         run_disjoint(sources, precision, problem, multiprocessors)
 
     return Fault(before, after, caught_by, "disjoint.cu", run)
+
+
+# Several boxes along W and of the slide, rows that are no whole fours; weights that stay, or pass by in three stages.
+COLUMNS = case((1, 40, 9, 71), 2, (3, 4), stride=2, padding=1, has_bias=True)
+COLUMNS_STAY, COLUMNS_PASS = plan_tap_columns.Tile(2, 1, 3, 0), plan_tap_columns.Tile(2, 1, 3, 1)
+
+
+def columns_fault(
+    before: str,
+    after: str,
+    caught_by: str,
+    tile: plan_tap_columns.Tile = COLUMNS_STAY,
+    problem: Problem = COLUMNS,
+    precision: str = "tf32x3",
+) -> Fault:
+    def run(sources: dict[str, str]) -> None:
+        plan = host_tap_columns.plan_tile(tile)
+        # A single multiprocessor, for which the slide is not cut.
+        with on_host("tap_columns", WGMMA_DEVICE, precision, sources=sources, plan=plan):
+            check(problem, "float32", precision=precision)
+
+    return Fault(before, after, caught_by, "tap_columns.cu", run)
 
 
 SYNC_BEFORE_READING = """                    __syncthreads();
@@ -435,6 +458,63 @@ FAULTS = {
     "bias of the first channels": disjoint_fault("offsets + channel, tap", "offsets, tap", VALUES),
     "the other part's slots": disjoint_fault(
         "all_slots + first_slot) * SLOT", "all_slots) * SLOT", VALUES, multiprocessors=16
+    ),
+    "no wait for the kernel that packs, tap_columns": columns_fault(
+        "    wait_for_kernel_before();  // it packs the weights\n", "", KERNEL_BEFORE
+    ),
+    "no wait for weights that stay": columns_fault("    if (WEIGHTS_STAY) copy_async_wait<0>();\n", "", UNFILLED),
+    "no wait for weights that pass": columns_fault(
+        "copy_async_wait<0>();\n__syncthreads();  // this stage",
+        "__syncthreads();  // this stage",
+        UNFILLED,
+        COLUMNS_PASS,
+    ),
+    "no barrier before weights that pass": columns_fault(
+        "                    __syncthreads();  // this stage has landed, and nobody reads the other one any more\n",
+        "",
+        UNFILLED + "|with no barrier in between",
+        COLUMNS_PASS,
+    ),
+    "columns written while others read them": columns_fault(
+        "            __syncthreads();  // nobody reads the columns any more\n", "", "with no barrier in between"
+    ),
+    "columns read before all are written": columns_fault(
+        "__syncthreads();\nconst int left", "const int left", "with no barrier in between"
+    ),
+    "gaps that are no zeros": columns_fault("columns[i] = 0;", "if (i > 999999) columns[i] = 0;", UNWRITTEN),
+    "one set of partial sums": columns_fault(
+        "partial + (turn ^ 1) * partial_words", "partial + turn * partial_words", "with no barrier in between|" + VALUES
+    ),
+    "a column one position late": columns_fault("offset_w(tap_w)];", "offset_w(tap_w) - 1];", VALUES),
+    "planes of a tap that are not there": columns_fault(
+        "(unsigned)(d - back_d) >= (unsigned)depth || ", "", VALUES + "|with no barrier in between|" + UNWRITTEN
+    ),
+    "boxes that do not overlap": columns_fault(
+        "first = (Index)tile * (box - overlap);", "first = (Index)tile * box;", VALUES + "|wrote|nobody"
+    ),
+    "positions beyond a row of x": columns_fault(
+        "(int)min(left, (Index)4)", "4", VALUES + "|heap-buffer-overflow|belong to no"
+    ),
+    "channels beyond the last, tap_columns": columns_fault(
+        "channels = left - first;", "channels = 4;", VALUES + "|heap-buffer-overflow|belong to no"
+    ),
+    "whole stores beyond a row": columns_fault(
+        " && first_w + STRIDE_W <= (Index)p.out_extent[2]",
+        "",
+        VALUES + "|wrote|heap-buffer-overflow|belong to no",
+        problem=case((1, 40, 5, 18), 4, (2, 3), stride=2, **LAST),
+    ),
+    "outputs before the first": columns_fault(
+        "if (own < first_q - first) own = ",
+        "if (false) own = ",
+        VALUES + "|wrote|heap-buffer-overflow|belong to no",
+        problem=case((1, 40, 9, 36), 2, (3, 4), stride=2, padding=((1, 1), (4, 2))),
+    ),
+    "the bias of the first group": columns_fault(
+        "bias[(b.group * CHANNELS_OUT + i % CHANNELS_OUT)",
+        "bias[(i % CHANNELS_OUT)",
+        VALUES,
+        problem=case((1, 80, 5, 20), 4, (3, 4), stride=2, padding=1, groups=2, has_bias=True),
     ),
     "no wait for x": phase_wgmma_fault("                x_ring.wait_until_full();\n", "", UNFILLED),
     "no wait for the kernel that packs, phase_gemm": phase_gemm_fault(

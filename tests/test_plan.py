@@ -19,7 +19,7 @@ from strategies import Problem, Specialisation, case, problems
 from cuconvt.compile import kernel_folder
 from cuconvt.geometry import Geometry, make_geometry
 from cuconvt.phases import axis_phases
-from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan, positions
+from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan, positions, round_up
 from cuconvt.plan_disjoint import plan_disjoint
 from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
 from cuconvt.plan_gather import plan_gather
@@ -73,7 +73,12 @@ def values(plan: Plan, name: str) -> Ints:
 
 def seen_by(plan: Plan, geometry: Geometry) -> Geometry:
     """Return the geometry with its axes as the kernel has them: some turn those of 1-D and 2-D problems."""
-    turns = {"few_channels": _batch_as_axis, "narrow_groups": _batch_as_depth, "phase_wgmma": _batch_as_depth}
+    turns = {
+        "few_channels": _batch_as_axis,
+        "narrow_groups": _batch_as_depth,
+        "phase_wgmma": _batch_as_depth,
+        "tap_columns": _batch_as_axis,
+    }
     if plan.kernel not in turns:
         return geometry
     turned, layout = turns[plan.kernel](geometry, layout_of(geometry))
@@ -107,6 +112,8 @@ def registers_needed(plan: Plan) -> int:
         planes = (kernel[0] - 1) * dilation[0] // stride[0] + 1
         row = defines["POSITIONS_W"] * stride[2] * defines["CHANNELS_OUT"] * defines["VECTOR"]
         return (2 if defines["DTYPE"] == DTYPE_CODES["float64"] else 1) * planes * stride[0] * row + 32
+    if plan.kernel == "tap_columns":  # a warp's sums, and a block of channels of x
+        return 8 * defines["TILES_N"] + (16 if defines["DTYPE"] == DTYPE_CODES["float32"] else 8) + 40
     if plan.kernel == "disjoint":  # a tile's sums, and its x
         columns, steps = 8 * defines["TILES_C"] * defines["KERNEL_W"], defines["K_STEPS"] * (1 + defines["AHEAD"])
         return defines["TILES_M"] * (columns // 2 + 4 * steps) + 40
@@ -229,6 +236,9 @@ def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -
     if plan.kernel == "disjoint":
         assert_runs_cover_every_output(plan, geometry, DEVICES[arch])
         return
+    if plan.kernel == "tap_columns":
+        assert_columns_cover_every_output(plan, seen_by(plan, geometry))
+        return
     tiles, box = problem_of(plan)["tiles"], box_of(plan)
     for axis in range(3):
         stride, pad = geometry.stride[axis], geometry.pad_before[axis]
@@ -241,6 +251,27 @@ def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -
     all_phases_along_w = dict(plan.defines).get("HALO_W", 1)
     phases = geometry.stride[:2] if all_phases_along_w else geometry.stride
     assert plan.grid == prod(tiles) * prod(phases) * geometry.groups * geometry.n
+
+
+def assert_columns_cover_every_output(plan: Plan, geometry: Geometry) -> None:
+    """Parts along D have planes of outputs each, and boxes along H and W overlap by what taps reach."""
+    fields, defines, g = problem_of(plan), dict(plan.defines), geometry
+    parts, *tiles, _ = fields["tiles"]
+    planes = positions(g, 0)
+    assert (parts - 1) * -(-planes // parts) < planes, "the last part has no output"
+    for axis, count in zip((1, 2), tiles, strict=True):
+        kernel, stride, dilation = g.kernel[axis], g.stride[axis], g.dilation[axis]
+        shift = defines["SHIFT_W"] if axis == 2 else 0
+        # Where a tap reads x, of the outputs that begin at a multiple of the stride.
+        offsets = [((tap * dilation - shift) % stride + shift - tap * dilation) // stride for tap in range(kernel)]
+        overlap = max(offsets) - min(offsets)
+        overlap = round_up(overlap, 4) if axis == 2 else overlap  # fours of positions stay together
+        box, extent = fields["box"][axis], g.x_extent[axis]
+        assert count == 1 or box > overlap
+        assert overlap + count * (box - overlap) >= extent, "inputs beyond the last box"
+        assert count == 1 or overlap + (count - 1) * (box - overlap) < extent, "the last box holds no input of its own"
+    assert plan.grid == prod(fields["tiles"]) * g.groups * g.n
+    assert prod(fields["box"]) <= 32 * defines["WARPS_M"]
 
 
 def assert_cells_cover_every_output(plan: Plan, geometry: Geometry, device: Device) -> None:
@@ -562,10 +593,10 @@ def test_wgmma_is_chosen_for_16_bits(problem: Problem, last: bool) -> None:
         (case((4, 64, 40000), 4, 8, 4), "ieee", False, "few_channels"),  # the same rows, without tensor cores
         (case((2, 96, 48, 48, 48), 96, 3, groups=12), "tf32x3", True, "phase_wgmma"),
         (FIXED["kb73"], "tf32x3", True, "narrow_groups"),
-        (case((16, 256, 64, 50), 4, 7, 2, 2, 1), "tf32x3", False, "phase_wgmma"),
-        (case((16, 128, 32, 32), 3, 7, 2, 2, 1), "tf32x3", True, "phase_wgmma"),
-        (case((64, 32, 50, 32), 3, 5, padding=2), "tf32x3", False, "phase_wgmma"),
-        (case((2, 96, 45, 40, 24), 1, 3, 2), "tf32x3", False, "phase_wgmma"),
+        (case((16, 256, 64, 50), 4, 7, 2, 2, 1), "tf32x3", False, "tap_columns"),
+        (case((16, 128, 32, 32), 3, 7, 2, 2, 1), "tf32x3", True, "tap_columns"),
+        (case((64, 32, 50, 32), 3, 5, padding=2), "tf32x3", False, "tap_columns"),
+        (case((2, 96, 45, 40, 24), 1, 3, 2), "tf32x3", False, "tap_columns"),
         (case((2, 96, 45, 40, 24), 4, 3, 2), "ieee", False, "few_channels"),  # phases and channels share what is read
         (case((16, 96, 50, 50), 1, 4, padding=1), "ieee", False, "gather"),
         (case((1, 4, 64, 45, 24), 64, 4, 2, 1), "tf32x3", True, "phase_wgmma"),
@@ -687,33 +718,36 @@ def test_fast_tiles_are_not_thought_to_spill(problem: Problem, kind: Kind, field
 
 # Last layers of generators and decoders: where many channels become few, threads that walk over them are too few.
 @pytest.mark.parametrize(
-    ("problem", "last", "kernels"),
+    ("problem", "last", "kernel"),
     [
-        (case((8, 128, 128, 128), 3, 4, 2, padding=1), False, ("phase_gemm", "phase_wgmma")),
-        (case((64, 64, 32, 32), 3, 4, 2, padding=1), True, ("phase_gemm", "phase_wgmma")),
-        (case((2, 32, 64, 64, 64), 1, 3, 2, padding=1, output_padding=1), False, ("few_channels",)),
-        (case((2, 32, 64, 64, 64), 1, 3, 2, padding=1, output_padding=1), True, ("phase_wgmma",)),
-        (case((8, 3, 128, 128), 1, 4, 2, padding=1), False, ("few_channels",)),
+        (case((8, 128, 128, 128), 3, 4, 2, padding=1), False, "tap_columns"),
+        (case((64, 64, 32, 32), 3, 4, 2, padding=1), True, "tap_columns"),
+        (case((2, 32, 64, 64, 64), 1, 3, 2, padding=1, output_padding=1), False, "tap_columns"),
+        (case((2, 32, 64, 64, 64), 1, 3, 2, padding=1, output_padding=1), True, "tap_columns"),
+        (case((2, 64, 48, 45, 24), 4, 4, 2, padding=1), False, "phase_gemm"),  # volumes with many columns
+        (case((8, 3, 128, 128), 1, 4, 2, padding=1), False, "few_channels"),
     ],
 )
-def test_few_results_of_many_channels(problem: Problem, last: bool, kernels: tuple[str, ...]) -> None:
-    assert plan_of(problem, last=last).kernel in kernels
+def test_few_results_of_many_channels(problem: Problem, last: bool, kernel: str) -> None:
+    assert plan_of(problem, last=last).kernel == kernel
 
 
 # Many phases, or few channels, that all read the same positions of x: columns of one GEMM.
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
-    "problem",
+    ("problem", "kernel"),
     [
-        case((8, 1026, 500), 1, 1024, 256),  # an inverse short-time Fourier transform
-        case((4, 512, 4000), 1, 16, 8),  # a decoder of separated speech
-        case((4, 21, 16, 16), 21, 64, 32),
-        case((64, 64, 32, 32), 3, 4, 2, padding=1),
+        (case((8, 1026, 500), 1, 1024, 256), "phase_gemm"),  # an inverse short-time Fourier transform
+        (case((4, 512, 4000), 1, 16, 8), "tap_columns"),  # a decoder of separated speech
+        (case((4, 21, 16, 16), 21, 64, 32), "phase_gemm"),
+        (case((64, 64, 32, 32), 3, 4, 2, padding=1), "tap_columns"),  # where taps are columns, too
     ],
 )
-def test_phases_as_channels(problem: Problem, last: bool) -> None:
-    plan = plan_of(problem, last=last)
-    assert plan.kernel == "phase_gemm"
+def test_phases_as_channels(problem: Problem, kernel: str, last: bool) -> None:
+    assert plan_of(problem, last=last).kernel == kernel
+    geometry = geometry_of(problem)
+    plan = plan_or_refusal("phase_gemm", geometry, "float32", layout_of(geometry, last), "tf32x3", DEVICES[90])
+    assert isinstance(plan, Plan)
     assert plan.tile.phases_as_channels
 
 
@@ -730,6 +764,50 @@ def test_phases_that_are_not_alike_are_no_channels(problem: Problem) -> None:
     geometry = geometry_of(problem)
     plans = phase_gemm_candidates(geometry, "float16", layout_of(geometry), None, DEVICES[90])
     assert {plan.tile.phases_as_channels for plan in plans} == {False}
+
+
+# ---- taps as columns ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind", "arch", "reason"),
+    [
+        (case((2, 64, 9, 9), 5, 3), ("float32", None), 90, "serves at most 4 output channels a group, got 5"),
+        (case((2, 15, 9, 9), 3, 3), ("float32", None), 90, "serves at least 16 input channels a group, got 15"),
+        (case((2, 64, 9, 9), 3, 1), ("float16", None), 90, "serves kernels of several taps"),
+        (case((2, 64, 9, 9, 9), 2, 7), ("float16", None), 90, "holds at most 512 taps x output channels, got 686"),
+        (case((2, 64, 9), 2, 33), ("float16", None), 90, "unrolls at most 32 taps along W, got 33"),
+        (case((2, 64, 9), 2, 3, 17), ("float16", None), 90, "holds at most 16 phases along W, got stride 17"),
+        (case((2, 64, 9, 9), 2, (2, 2), dilation=(90000, 1)), ("float32", None), 90, "no tile fits into 232448 bytes"),
+        (
+            case((2, 64, 9, 9), 3, 3),
+            ("float32", "ieee"),
+            90,
+            "computes in float16, bfloat16 and TF32, not in ieee",
+        ),
+    ],
+)
+def test_refusals_of_tap_columns(problem: Problem, kind: Kind, arch: int, reason: str) -> None:
+    geometry = geometry_of(problem)
+    kind = kind[0], kind[1] or DEFAULT[kind[0]]
+    found = plan_or_refusal("tap_columns", geometry, kind[0], layout_of(geometry), kind[1], DEVICES[arch])
+    assert isinstance(found, Refusal)
+    assert found.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("kind", [("float32", "tf32x3"), ("bfloat16", None)])
+@pytest.mark.parametrize(
+    "problem",
+    [case((2, 64, 40, 52), 3, 4, 2, padding=1), case((1, 48, 20, 24, 28), 1, 3), case((4, 256, 512), 4, 16, 8)],
+    ids=["2d", "3d", "1d"],
+)
+def test_taps_as_columns_are_compiled_for_neither_batch_nor_extents(problem: Problem, kind: Kind) -> None:
+    plans = []
+    for n, extents in ((1, [1] * problem.rank), (2, [33] * problem.rank), (9, [100] * problem.rank)):
+        geometry = geometry_of(dataclasses.replace(problem, n=n, extent=tuple(extents)))
+        plans.append(plan_or_refusal("tap_columns", geometry, kind[0], layout_of(geometry), kind[1], DEVICES[90]))
+    assert all(isinstance(plan, Plan) for plan in plans)
+    assert len({plan.defines for plan in plans if isinstance(plan, Plan)}) == 1
 
 
 # ---- kernel = stride ----------------------------------------------------------------------------------------------

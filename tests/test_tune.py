@@ -31,6 +31,7 @@ ARGUMENTS = {
     "disjoint": ("unet_k2s2", "bfloat16", None, 90),
     "phase_wgmma": ("kb61", "float16", None, 90),
     "phase_gemm": ("kb61", "float32", "tf32x3", 80),
+    "tap_columns": ("colours", "bfloat16", None, 90),
     "narrow_groups": ("kb72", "bfloat16", None, 90),
     "correlate_wgmma": ("kb61", "bfloat16", None, 90),
     "few_channels": ("depthwise", "float32", "tf32", 90),
@@ -127,6 +128,7 @@ def test_a_stored_choice_says_why_other_kernels_were_not_chosen() -> None:
         "phase_wgmma",
         "correlate_wgmma",
         "phase_gemm",
+        "tap_columns",
         "narrow_groups",
     }
 
