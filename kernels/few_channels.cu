@@ -65,21 +65,13 @@
 #define MIN_BLOCKS 4
 #endif
 
+#include "aligned_row.cuh"
+
 typedef Element<DTYPE>::Stored Stored;
 typedef Element<DTYPE>::Accumulator Acc;
 
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
 typedef Axis<KERNEL_H, STRIDE_H, DILATION_H> AxisH;
-
-// Along W, tap k reaches the outputs STRIDE_W * t + residue_w(k) and reads x at t + pad / STRIDE_W + offset_w(k).
-__host__ __device__ constexpr int residue_w(int tap) {
-    return ((tap * DILATION_W - SHIFT_W) % STRIDE_W + STRIDE_W) % STRIDE_W;
-}
-__host__ __device__ constexpr int offset_w(int tap) {
-    return (residue_w(tap) + SHIFT_W - tap * DILATION_W) / STRIDE_W;  // without a remainder
-}
-constexpr int FIRST_W = offset_w(KERNEL_W - 1);  // the smallest offset, and the largest
-constexpr int LAST_W = offset_w(0);
 
 constexpr unsigned MAX_THREADS = 128;  // a block has fewer where the rows of a plane have fewer positions
 constexpr int ROWS = AxisH::MAX_TAPS;  // of x that reach a row of outputs

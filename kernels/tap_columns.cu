@@ -64,6 +64,8 @@
 #define MIN_BLOCKS 1
 #endif
 
+#include "aligned_row.cuh"
+
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
 typedef Axis<KERNEL_H, STRIDE_H, DILATION_H> AxisH;
 typedef Axis<KERNEL_W, STRIDE_W, DILATION_W> AxisW;
@@ -80,17 +82,6 @@ constexpr int STEPS = sizeof(Stored) == 2 ? 1 : 2;  // mma instructions along a 
 constexpr int FRAGMENT = sizeof(Stored) == 2 ? 2 : 4;
 constexpr int TILE_WORDS = PARTS * 32 * FRAGMENT;
 constexpr int BLOCK_WORDS = TILES * TILE_WORDS;  // weights of a block of channels
-
-// Along W, a thread's outputs are STRIDE_W * t up to STRIDE_W * t + STRIDE_W - 1, so that stores are aligned. Tap k reaches
-// STRIDE_W * t + residue_w(k) and reads x at t + pad / STRIDE_W + offset_w(k).
-__host__ __device__ constexpr int residue_w(int tap) {
-    return ((tap * DILATION_W - SHIFT_W) % STRIDE_W + STRIDE_W) % STRIDE_W;
-}
-__host__ __device__ constexpr int offset_w(int tap) {
-    return (residue_w(tap) + SHIFT_W - tap * DILATION_W) / STRIDE_W;  // without a remainder
-}
-constexpr int FIRST_W = offset_w(KERNEL_W - 1);  // the smallest offset, and the largest
-constexpr int LAST_W = offset_w(0);
 
 constexpr int MORE_H = AxisH::REACH + 1, MORE_W = AxisW::REACH + 1;  // positions of outputs beyond those of x
 // Rows of columns are apart by a gap, so that what is left of a row, or right of it, reads as zero.

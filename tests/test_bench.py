@@ -188,7 +188,7 @@ def test_names_and_parameters_parse() -> None:
 
 
 def test_the_lists_of_layers_are_of_cases() -> None:
-    names = ("layers", "more_layers", "chosen_layers", "random_layers", "drawn_layers")
+    names = ("layers", "more_layers", "chosen_layers", "random_layers", "drawn_layers", "last_layers")
     files = [ROOT / f"benchmarks/{name}.txt" for name in names]
     texts = [text for file in files for text in file.read_text().split()]
     assert len(unique([parse_case(text) for text in texts])) == len(texts) > 200
