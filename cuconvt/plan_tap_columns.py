@@ -169,8 +169,21 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return f"holds at most {MOST_COLUMNS} taps x output channels, got {g.taps * c_out}"
     if g.kernel[2] > MAX_UNROLLED_TAPS:
         return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {g.kernel[2]}"
+    if reason := _refuse_beyond(g):
+        return reason
     if g.stride[2] > MAX_STRIDE_W:
         return f"holds at most {MAX_STRIDE_W} phases along W, got stride {g.stride[2]}"
+    return None
+
+
+def _refuse_beyond(geometry: Geometry) -> str | None:
+    """Return why outputs may lie beyond a box: output_padding stays below the stride or the dilation."""
+    g = geometry
+    for axis in (1, 2) if g.rank == 3 else (2,):  # H and W, as the kernel has them
+        span = (g.kernel[axis] - 1) * g.dilation[axis]
+        furthest = (span + max(g.stride[axis], g.dilation[axis]) - 1) // g.stride[axis]
+        if furthest > span // g.stride[axis] + 1:
+            return f"a box ends one position beyond all taps, which dilation {g.dilation[axis]} may exceed"
     return None
 
 

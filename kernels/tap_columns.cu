@@ -84,6 +84,12 @@ constexpr int TILE_WORDS = PARTS * 32 * FRAGMENT;
 constexpr int BLOCK_WORDS = TILES * TILE_WORDS;  // weights of a block of channels
 
 constexpr int MORE_H = AxisH::REACH + 1, MORE_W = AxisW::REACH + 1;  // positions of outputs beyond those of x
+// With an output_padding below stride or dilation.
+__host__ __device__ constexpr int furthest(int kernel, int stride, int dilation) {
+    return ((kernel - 1) * dilation + (stride > dilation ? stride : dilation) - 1) / stride;
+}
+static_assert(furthest(KERNEL_H, STRIDE_H, DILATION_H) <= MORE_H && furthest(KERNEL_W, STRIDE_W, DILATION_W) <= MORE_W,
+              "outputs lie at most one position beyond those that taps reach");
 // Rows of columns are apart by a gap, so that what is left of a row, or right of it, reads as zero.
 constexpr int GAP = round_up(MORE_W + LAST_W, 4);
 constexpr int PHASES = STRIDE_D * STRIDE_H * STRIDE_W;

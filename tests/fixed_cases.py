@@ -71,7 +71,7 @@ FEW_RESULTS = {
     "row": case((4, 64, 515), 1, 16, 8, padding=4, has_bias=True),
     "row_last": case((5, 48, 300), 3, 7, 3, padding=2, **LAST),
     "many_channels": case((2, 600, 19, 36), 4, 7, 2, padding=2),
-    "dilated": case((2, 24, 17, 33), 2, (3, 4), (2, 1), dilation=(1, 3), has_bias=True),
+    "dilated": case((2, 24, 17, 33), 2, (3, 4), 2, dilation=(5, 3), output_padding=(4, 2), has_bias=True),
     "grouped": case((2, 96, 21, 24), 6, 3, 2, padding=1, groups=3),
     "disjoint": case((2, 50, 9, 13, 21), 3, 2, 2),
     "bias_alone": case((2, 16, 9, 13), 2, (1, 2), 4, output_padding=3, has_bias=True),

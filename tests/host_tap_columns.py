@@ -51,6 +51,7 @@ def cases() -> dict[str, dict[str, Any]]:
         kernel, stride, dilation = (
             tuple(choose.randint(1, top) for _ in range(rank)) for top in (LARGEST_KERNEL[rank], 3, 3)
         )
+        dilation = tuple(min(d, s + 1) for d, s in zip(dilation, stride, strict=True))  # larger ones are refused
         if set(kernel) == {1}:
             kernel = (*kernel[:-1], 2)
         c_in, c_out = choose.choice((16, 17, 24, 33, 40, 66)), choose.choice((1, 2, 3, 4))

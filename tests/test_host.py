@@ -21,7 +21,7 @@ import host_tap_columns
 import numpy as np
 import pytest
 from described import DEVICES, channels_last, contiguous, geometry_of
-from fixed_cases import FIXED
+from fixed_cases import FEW_RESULTS, FIXED
 from harness import check
 from host.backend import launch, on_host, plan_family
 from host.build import HERE, why_not
@@ -319,6 +319,13 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
         pairs = side == "x" and dtype != "float32" and not last  # of positions, where phases are channels
         assert switches == ({0} if never else {0, 1, 2} if pairs else {0, 1}), (side, dtype, last)
     assert len(reached) == 2 * 3 * 2
+
+
+@pytest.mark.parametrize("name", FEW_RESULTS)
+def test_few_results(name: str) -> None:
+    for dtype, precision in (("float16", None), ("float32", "tf32"), ("float32", "tf32x3")):
+        with on_host("tap_columns", DEVICES[90], precision):
+            check(FEW_RESULTS[name], dtype, precision=precision, calls=2)
 
 
 def test_columns_are_read_and_stored_in_both_ways() -> None:

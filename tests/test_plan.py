@@ -778,6 +778,18 @@ def test_phases_that_are_not_alike_are_no_channels(problem: Problem) -> None:
         (case((2, 64, 9, 9, 9), 2, 7), ("float16", None), 90, "holds at most 512 taps x output channels, got 686"),
         (case((2, 64, 9), 2, 33), ("float16", None), 90, "unrolls at most 32 taps along W, got 33"),
         (case((2, 64, 9), 2, 3, 17), ("float16", None), 90, "holds at most 16 phases along W, got stride 17"),
+        (
+            case((2, 64, 9), 2, 2, dilation=3),
+            ("float16", None),
+            90,
+            "a box ends one position beyond all taps, which dilation 3 may exceed",
+        ),
+        (
+            case((2, 64, 9, 9, 9), 2, 2, 2, dilation=(9, 5, 3)),
+            ("float16", None),
+            90,
+            "a box ends one position beyond all taps, which dilation 5 may exceed",
+        ),
         (case((2, 64, 9, 9), 2, (2, 2), dilation=(90000, 1)), ("float32", None), 90, "no tile fits into 232448 bytes"),
         (
             case((2, 64, 9, 9), 3, 3),
