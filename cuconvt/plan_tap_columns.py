@@ -44,7 +44,7 @@ TILES_N = {1: 12, 3: 6}  # groups of eight columns that a warp owns at most, by 
 NEEDED = {(2, 1): (84, 8), (4, 1): (84, 12), (4, 3): (104, 5)}
 LONG_ROW, LONGEST_ROW, OF_LONG_ROW = 8, 16, 5  # sums of a thread, of which, if more, each takes so many more registers
 OF_OTHER_SPLIT = 46  # what three groups, and five and more, take more in 3xTF32
-OF_BLACKWELL = 16  # what the compiler for data-centre Blackwell takes more
+OF_BLACKWELL = {1: 16, 3: 48}  # what the compiler for data-centre Blackwell takes more, by products
 K_BLOCKS = (4, 2, 1)  # such blocks whose weights may come at a time
 REGISTERS = 65536  # of a multiprocessor
 MAX_REGISTERS = 255  # of a thread
@@ -264,7 +264,7 @@ class Work:
         itemsize, products = 4 if dtype == "float32" else 2, 3 if precision == "tf32x3" else 1
         channels = g.c_in_per_group, g.c_out_per_group
         shift_w = g.pad_before[2] % g.stride[2]
-        more_registers = OF_BLACKWELL if device.compute_capability // 10 == 10 else 0
+        more_registers = OF_BLACKWELL[products] if device.compute_capability // 10 == 10 else 0
         return cls(g.rank, g.kernel, g.stride, g.dilation, *channels, shift_w, itemsize, products, more_registers)
 
     # Sizes; the kernel computes the same ones.
