@@ -45,7 +45,7 @@ NEEDED = {(2, 1): (84, 8), (4, 1): (84, 12), (4, 3): (104, 5)}
 LONG_ROW, LONGEST_ROW, OF_LONG_ROW = 8, 16, 5  # sums of a thread, of which, if more, each takes so many more registers
 OF_OTHER_SPLIT = 46  # what three groups, and five and more, take more in 3xTF32
 OF_BLACKWELL = {1: 16, 3: 48}  # what the compiler for data-centre Blackwell takes more, by products
-K_BLOCKS = (4, 2, 1)  # such blocks whose weights may come at a time
+K_BLOCKS = (4, 2, 1)  # steps whose weights may come at a time
 REGISTERS = 65536  # of a multiprocessor
 MAX_REGISTERS = 255  # of a thread
 WARP_UNIT = 128  # threads, of which the compiler counts whole ones
@@ -104,7 +104,6 @@ def plan_tap_columns(
     grid = prod(tiles) * g.groups * g.n
     if grid > MAX_GRID:
         return Refusal("tap_columns", f"{grid} blocks are more than a launch takes ({MAX_GRID})")
-    itemsize = work.itemsize
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         ("PRECISION", PRECISION_CODES[precision]),
@@ -133,7 +132,7 @@ def plan_tap_columns(
             g,
             layout,
             (*tiles, 1),
-            _reads_four(g, layout, itemsize),
+            _reads_four(g, layout, work.itemsize),
             _stores_whole(g, layout, out_vector),
             box=(*box, *(0,) * 8),
         ),

@@ -12,8 +12,8 @@
 // x goes from global memory to registers, in the order of mma fragments: a thread reads 4 positions x 4 channels at a time,
 // along whichever is contiguous. Weights are repacked in fragment order, and stay in shared memory or pass through it.
 //
-// Compile-time: kernel, stride, dilation, output channels of a group, dtype, precision, and tile. Run-time: N, extents, padding,
-// input channels, groups, strides, and the box.
+// Compile-time: kernel, stride, dilation, SHIFT_W, output channels of a group, dtype, precision, and tile. Run-time: N, extents,
+// padding, input channels, groups, strides, and the box.
 #include "pieces.cuh"
 
 #ifndef KERNEL_D

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from strategies import Problem
 
 from cuconvt.geometry import Geometry, make_geometry, normalise
-from cuconvt.plan import Device, Layout, Plan, make_plan
+from cuconvt.plan import Device, Layout, Plan, Refusal, make_plan
 from cuconvt.plan_gather import plan_gather
 
 Ints = tuple[int, ...]
@@ -83,4 +84,15 @@ def gather_of(problem: Problem, dtype: str = "float32", arch: int = 90, last: bo
     geometry = geometry_of(problem)
     plan = plan_gather(geometry, dtype, layout_of(geometry, last), DEFAULT[dtype], DEVICES[arch])
     assert isinstance(plan, Plan), plan.reason
+    return plan
+
+
+def planner_with(propose: Callable[..., Plan | Refusal], tile: Any) -> Callable[..., Plan]:
+    """Return a planner of one kernel, for tests in place of `plan_family`, that takes the given tile."""
+
+    def plan(family: str, *problem: Any) -> Plan:
+        found = propose(*problem, tile)
+        assert isinstance(found, Plan), found
+        return found
+
     return plan

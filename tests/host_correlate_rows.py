@@ -19,8 +19,8 @@ from host_correlate_wgmma import (
     planned_by,
     smallest,
 )
-from host_gradients import TENSOR_CORES, gradients_on_host, specialisation
-from strategies import Problem, Specialisation
+from host_gradients import gradients_on_host, specialisation
+from strategies import KINDS, Problem, Specialisation
 
 from cuconvt import plan_correlate_rows as rows
 from cuconvt.plan import Device, Plan, Refusal
@@ -52,7 +52,7 @@ def cases() -> dict[str, Case]:
     found = {}
     for index in range(16):
         choose = random.Random(index)
-        (dtype, precision), rank = TENSOR_CORES[index % 4], 1 + index // 4 % 3
+        (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
         tile = None
         while tile is None:
             spec = draw_problem(choose, rank, dtype, index % 3 == 1)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from described import channels_last, contiguous, geometry_of
-from host_gradients import LAST, TENSOR_CORES, gradients_on_host, specialisation
-from strategies import Ints, Problem, Specialisation, case
+from host_gradients import LAST, gradients_on_host, specialisation
+from strategies import KINDS, Ints, Problem, Specialisation, case
 
 from cuconvt import plan as planning
 from cuconvt import plan_correlate_wgmma as wgmma
@@ -52,7 +52,7 @@ def cases() -> dict[str, Case]:
     found = {}
     for index in range(24):
         choose = random.Random(index)
-        (dtype, precision), rank = TENSOR_CORES[index % 4], 1 + index // 4 % 3
+        (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
         tile, runs = None, index % 2 == 1
         while tile is None:
             spec = draw_problem(choose, rank, index % 3 == 0, runs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
 
-from strategies import LAYOUTS, Ints, Specialisation
+from described import planner_with
+from strategies import KINDS, NOT_LAST, Ints, Specialisation
 from test_plan import problem_of
 
 from cuconvt import plan_disjoint as disjoint
@@ -19,10 +21,10 @@ BUDGET = 0.1  # a wgmma of 128 threads takes longer than its products
 LARGEST_KERNEL = {1: 8, 2: 4, 3: 3}
 LONGEST = {1: (600,), 2: (12, 44), 3: (4, 9, 17)}
 RAGGED = {1: ((67,), (141,), (529,)), 2: ((5, 19), (11, 17), (27, 19)), 3: ((5, 3, 7), (3, 9, 11), (11, 3, 9))}
-KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
 LAST = ("channels_last",)
-ROWS = tuple(layout for layout in LAYOUTS if layout != "channels_last")
 SHARED_BYTES = 227 * 1024
+
+plan_tile = functools.partial(planner_with, disjoint.plan_disjoint)
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -35,7 +37,7 @@ def cases() -> dict[str, dict[str, Any]]:
         c_in = choose.choice((3, 8, 12, 17, 24, 33, 48, 64))
         c_out = choose.choice((1, 5, 8, 12, 17, 24, 32, 48, 64))
         x_last, out_last = index // 4 % 2 == 1, index // 8 % 2 == 1
-        x, out = LAST if x_last else ROWS, LAST if out_last else ROWS[:-1]  # a result is not broadcast
+        x, out = LAST if x_last else NOT_LAST, LAST if out_last else NOT_LAST[:-1]  # a result is not broadcast
         # Fewer multiprocessors than parts of the weights, and more.
         device = Device(90, choose.choice((1, 1, 2, 5)), SHARED_BYTES)
         spec = Specialisation(kernel, kernel, (1,) * rank, c_in, c_out, x, out)
@@ -47,7 +49,7 @@ def cases() -> dict[str, dict[str, Any]]:
         (KINDS[3], Tile(2, 1, 8, 2, False, 1)),
     )
     for (dtype, precision), tile in wide:
-        spec = Specialisation((1,), (1,), (1,), 12, 65, ROWS, ROWS[:1])
+        spec = Specialisation((1,), (1,), (1,), 12, 65, NOT_LAST, NOT_LAST[:1])
         fields = {"precision": precision, "device": Device(90, 1, SHARED_BYTES), "plan": plan_tile(tile)}
         found[f"{tile.tiles_c}-tiles-{precision or dtype}"] = {"spec": spec, "dtype": dtype, **fields}
     return found
@@ -66,17 +68,6 @@ def plan_with(number: int) -> Callable[..., Plan]:
         tile = every_tile[number % len(every_tile)]
         tile = dataclasses.replace(tile, run=disjoint._run(shape, tile.tiles_m))
         return plan_tile(tile)(family, geometry, dtype, layout, precision, device)
-
-    return plan
-
-
-def plan_tile(tile: Tile) -> Callable[..., Plan]:
-    """Return a planner that takes the given tile."""
-
-    def plan(family: str, *problem: Any) -> Plan:
-        found = disjoint.plan_disjoint(*problem, tile)
-        assert isinstance(found, Plan), found
-        return found
 
     return plan
 

@@ -16,7 +16,7 @@ from host.backend import PACK_BLOCK, boxes_of, plan_family
 from host.build import kernel_sources, program
 from host.execute import ABSENT, CONTINUED, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
 from hypothesis import given, seed, settings
-from strategies import DTYPES, LAYOUTS, Ints, Problem, Specialisation, case, problems
+from strategies import DTYPES, KINDS, NOT_LAST, Ints, Problem, Specialisation, case, problems
 
 from cuconvt import cpu
 from cuconvt import plan_correlate_narrow as narrow
@@ -235,10 +235,8 @@ class Case:
 
 
 SIMT = tuple((dtype, "ieee" if dtype == "float32" else None) for dtype in DTYPES)
-TENSOR_CORES = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
 LAST = ("channels_last",)
-NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
 # Layouts whose positions along W are next to each other, and apart: programs for few channels depend on it.
 NEXT, APART = ("contiguous", "sliced", "cropped", "misaligned"), ("strided", "negative", "transposed")
 # Dtype and precision, kernel, stride, dilation, channels of a group (of x and y), whether these are channels-last.
@@ -281,7 +279,7 @@ RARE = {
 
 def cases(family: str) -> dict[str, Case]:
     """Return the cases of a family by name."""
-    kinds, few = TENSOR_CORES if family.endswith(("gemm", "narrow")) else SIMT, family.endswith("few_channels")
+    kinds, few = KINDS if family.endswith(("gemm", "narrow")) else SIMT, family.endswith("few_channels")
     found = {}
     for index in range(6):
         choose = random.Random(index)

@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from described import DEVICES
-from strategies import LAYOUTS, SIDES, Ints, Specialisation
+from described import DEVICES, planner_with
+from strategies import KINDS, NOT_LAST, SIDES, Ints, Specialisation
 from test_plan import problem_of
 
 from cuconvt import plan_narrow_groups as narrow
@@ -25,10 +25,10 @@ LONGEST = {1: (150,), 2: (10, 34), 3: (4, 9, 17)}
 RAGGED = {1: ((65,), (129,), (517,)), 2: ((5, 35), (9, 67), (11, 33)), 3: ((3, 5, 9), (5, 3, 33), (9, 5, 17))}
 # Channels of a group, in and out.
 CHANNELS = ((8, 8), (3, 5), (8, 12), (12, 8), (1, 1), (16, 17), (5, 8), (8, 3), (4, 16), (9, 24))
-KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
 LAST = ("channels_last",)
 FOLLOWING = ("contiguous", "sliced", "cropped", "misaligned")  # outputs along W follow each other
-NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
+
+plan_tile = functools.partial(planner_with, narrow.plan_narrow_groups)
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -108,19 +108,6 @@ def plan_with(number: int, groups: int = 1, boxed: bool = False, split: bool = F
 def fitting_tiles(work: narrow.Work, device: Device) -> list[Tile]:
     tiles = (tile for tile in narrow.tiles(work) if work.typical_cost(tile, device) is not None)
     return sorted(tiles, key=dataclasses.astuple)
-
-
-def plan_tile(tile: Tile) -> Callable[..., Plan]:
-    """Return a planner that takes a given tile."""
-
-    def plan(
-        family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
-    ) -> Plan:
-        found = narrow.plan_narrow_groups(geometry, dtype, layout, precision, device, tile)
-        assert isinstance(found, Plan), found
-        return found
-
-    return plan
 
 
 def box(plan: Plan) -> Ints:

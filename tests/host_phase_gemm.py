@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from described import DEVICES
-from strategies import LAYOUTS, SIDES, Ints, Specialisation
+from strategies import KINDS, NOT_LAST, SIDES, Ints, Specialisation
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan
@@ -38,9 +38,7 @@ ALIKE = (
     ((1, 4, 6), (1, 2, 2), 2, 7),
     ((40,), (40,), 8, 2),
 )
-KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
 LAST = ("channels_last",)
-NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
 
 
 def cases() -> dict[str, dict[str, Any]]:

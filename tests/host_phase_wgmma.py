@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from described import DEVICES, geometry_of, layout_of
-from strategies import SIDES, Ints, Specialisation, case
+from strategies import KINDS, SIDES, Ints, Specialisation, case
 from test_plan import problem_of
 
 from cuconvt import plan_phase_wgmma as wgmma
@@ -27,7 +27,6 @@ RAGGED = {
     2: ((5, 19), (11, 17), (13, 35), (27, 19)),
     3: ((5, 3, 7), (3, 5, 9), (3, 9, 11), (11, 3, 5), (5, 7, 17)),
 }
-KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
 LAST = ("channels_last",)
 ROWS = ("contiguous", "sliced", "cropped", "strided", "negative", "misaligned")
 SHARED_BYTES = 227 * 1024

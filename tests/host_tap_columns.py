@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
 
-from described import DEVICES
-from strategies import LAYOUTS, SIDES, Ints, Specialisation
+from described import DEVICES, planner_with
+from strategies import KINDS, NOT_LAST, SIDES, Ints, Specialisation
 from test_plan import problem_of
 
 from cuconvt import plan_tap_columns as tap_columns
@@ -20,9 +21,7 @@ BUDGET = 0.3  # an mma of 32 threads takes longer than its products
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
 LONGEST = {1: (270,), 2: (10, 34), 3: (4, 9, 17)}
 RAGGED = {1: ((67,), (141,), (293,)), 2: ((5, 19), (43, 17), (27, 37)), 3: ((5, 3, 7), (3, 19, 11), (11, 7, 29))}
-KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
 LAST = ("channels_last",)
-ROWS = tuple(layout for layout in LAYOUTS if layout != "channels_last")
 # Tiles that small problems do not choose: dtype and precision, kernel, channels in and out, and the tile.
 RARE = (
     (KINDS[2], (5, 16), 17, 1, Tile(2, 1, 10, 0)),
@@ -41,6 +40,8 @@ RARE = (
     (KINDS[1], (4, 8), 17, 1, Tile(4, 4, 1, 0)),
 )
 
+plan_tile = functools.partial(planner_with, tap_columns.plan_tap_columns)
+
 
 def cases() -> dict[str, dict[str, Any]]:
     """Return the fields of each case by name."""
@@ -57,7 +58,7 @@ def cases() -> dict[str, dict[str, Any]]:
         c_in, c_out = choose.choice((16, 17, 24, 33, 40, 66)), choose.choice((1, 2, 3, 4))
         x, out = SIDES[index // 4 % 4]
         shift = min(choose.randrange(stride[-1]), dilation[-1] * (kernel[-1] - 1))
-        sides = LAST if x else ROWS, LAST if out else ROWS[:-1]  # a result is not broadcast
+        sides = LAST if x else NOT_LAST, LAST if out else NOT_LAST[:-1]  # a result is not broadcast
         spec = Specialisation(kernel, stride, dilation, c_in, c_out, *sides, None, (*(None,) * (rank - 1), shift))
         fields = {
             "precision": precision,
@@ -67,15 +68,15 @@ def cases() -> dict[str, dict[str, Any]]:
         }
         found[f"{index}-{precision or dtype}-{rank}d"] = {"spec": spec, "dtype": dtype, **fields}
     for (dtype, precision), kernel, c_in, c_out, tile in RARE:
-        spec = Specialisation(kernel, (1, 1), (1, 1), c_in, c_out, ROWS, ROWS[:1], None, (None, 0))
+        spec = Specialisation(kernel, (1, 1), (1, 1), c_in, c_out, NOT_LAST, NOT_LAST[:1], None, (None, 0))
         fields = {"precision": precision, "plan": plan_tile(tile)}
         name = f"{tile.warps_m}x{tile.warps_n}x{tile.tiles_n}-{tile.k_blocks}"
         found[name] = {"spec": spec, "dtype": dtype, **fields}
     # Rows of eight results, as a store of 16 bytes takes them, and with a stride those that padding shifts.
     stores = (
-        ("row-of-8", "float16", (9,), (8,), (3,), 1, ROWS),
+        ("row-of-8", "float16", (9,), (8,), (3,), 1, NOT_LAST),
         ("last-8", "float16", (2, 2), (1, 2), (None, 1), 4, LAST),
-        *((f"pairs-{dtype}", dtype, (4,), (2,), (0,), 1, ROWS) for dtype in ("bfloat16", "float32")),
+        *((f"pairs-{dtype}", dtype, (4,), (2,), (0,), 1, NOT_LAST) for dtype in ("bfloat16", "float32")),
         *((f"last-4-{dtype}", dtype, (3,), (2,), (0,), 2, LAST) for dtype in ("bfloat16", "float32")),
     )
     for name, dtype, kernel, stride, shifts, c_out, side in stores:
@@ -95,17 +96,6 @@ def plan_with(number: int) -> Callable[..., Plan]:
         every_tile = list(tap_columns.tiles(Work.of_problem(g, dtype, precision, device), device))
         tile = every_tile[number % len(every_tile)]
         return plan_tile(tile)(family, geometry, dtype, layout, precision, device)
-
-    return plan
-
-
-def plan_tile(tile: Tile) -> Callable[..., Plan]:
-    """Return a planner that takes the given tile."""
-
-    def plan(family: str, *problem: Any) -> Plan:
-        found = tap_columns.plan_tap_columns(*problem, tile)
-        assert isinstance(found, Plan), found
-        return found
 
     return plan
 

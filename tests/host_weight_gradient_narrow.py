@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from described import DEVICES, geometry_of
-from host_gradients import NEXT, TENSOR_CORES, weight_gradients_on_host
-from strategies import Ints, Problem, Specialisation, case
+from host_gradients import NEXT, weight_gradients_on_host
+from strategies import KINDS, Ints, Problem, Specialisation, case
 
 from cuconvt import plan as planning
 from cuconvt import plan_weight_gradient_narrow as narrow
@@ -71,7 +71,7 @@ def cases() -> dict[str, Case]:
     found = {}
     for index in DRAWS:
         choose = random.Random(index)
-        (dtype, precision), rank = TENSOR_CORES[index % 4], 1 + index // 4 % 3
+        (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
         top = LARGEST_KERNEL[rank]
         kernel = tuple(choose.randint(1, top) for _ in range(rank))
         stride = tuple(choose.choice((1, 2, 2, 3, 4)) for _ in range(rank))

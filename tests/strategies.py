@@ -21,9 +21,13 @@ DTYPES = {
     "float64": np.dtype(np.float64),
 }
 
+# Dtypes and precisions of the kernels with tensor cores.
+KINDS = (("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3"))
+
 # Layouts that `place` can give an array; "broadcast" has overlapping elements, so it is for inputs alone.
 OUT_LAYOUTS = ("contiguous", "channels_last", "sliced", "cropped", "strided", "negative", "transposed", "misaligned")
 LAYOUTS = (*OUT_LAYOUTS, "broadcast")
+NOT_LAST = tuple(layout for layout in LAYOUTS if layout != "channels_last")
 # Whether x and the result are channels-last, for cases that take these in turns.
 SIDES = ((True, False), (True, True), (False, False), (False, True))
 LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}  # fields of a case

@@ -29,7 +29,7 @@ from host.execute import KernelError
 from hypothesis import given, seed, settings
 from shipped import OF_THE_PROBLEM, SIMT, shipped
 from special import check_denormals, check_infinities, check_scales
-from strategies import DTYPES, LAYOUTS, SIDES, Problem, Specialisation, case, place, problems
+from strategies import DTYPES, KINDS, LAYOUTS, SIDES, Problem, Specialisation, case, place, problems
 from test_plan import problem_of, struct_fields
 
 from cuconvt.compile import kernel_folder
@@ -293,7 +293,7 @@ def test_every_value_of_every_macro_is_reached(family: str) -> None:
 
 @pytest.mark.parametrize("family", CASES)
 def test_every_type_is_reached_in_every_layout(family: str) -> None:
-    kinds = [(dtype, None) for dtype in DTYPES] if family in SIMT else host_phase_gemm.KINDS
+    kinds = [(dtype, None) for dtype in DTYPES] if family in SIMT else KINDS
     reached = defaultdict(set)
     for this in CASES[family].values():
         sides = this.spec.x_layouts, this.spec.out_layouts

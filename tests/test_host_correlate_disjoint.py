@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from described import geometry_of
+from described import geometry_of, planner_with
 from gradients import check
 from host.build import kernel_sources, why_not
 from host_correlate_wgmma import SHARED_BYTES, layout_of, smallest
-from host_gradients import TENSOR_CORES, check_drawn, gradients_on_host, specialisation
-from strategies import Ints, Problem, Specialisation
+from host_gradients import check_drawn, gradients_on_host, specialisation
+from strategies import KINDS, Ints, Problem, Specialisation
 from test_host_faults import IN_USE, KERNEL_BEFORE, UNFILLED, VALUES, plant
 from test_plan import problem_of
 
@@ -58,15 +58,7 @@ class Case:
         return plan_tile(tile)(family, geometry, dtype, layout, precision, device)
 
 
-def plan_tile(tile: Tile) -> Callable[..., Plan]:
-    """Return a planner that takes the given tile."""
-
-    def plan(family: str, *problem: Any) -> Plan:
-        found = disjoint.plan_correlate_disjoint(*problem, tile)
-        assert isinstance(found, Plan), found
-        return found
-
-    return plan
+plan_tile = functools.partial(planner_with, disjoint.plan_correlate_disjoint)
 
 
 def cases() -> dict[str, Case]:
@@ -74,7 +66,7 @@ def cases() -> dict[str, Case]:
     found = {}
     for index in range(20):
         choose = random.Random(index)
-        (dtype, precision), rank = TENSOR_CORES[index % 4], 1 + index // 4 % 3
+        (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
         last = index // 4 % 2 == 1, index % 3 == 1  # x, and y, which is read
         kernel = tuple(choose.randint(1, LARGEST_KERNEL[rank]) for _ in range(rank))
         # 16-bit numbers of rows are read in pairs of taps.
