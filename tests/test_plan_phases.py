@@ -12,8 +12,8 @@ from described import DEFAULT, DEVICES, geometry_of, layout_of
 from gradients import check, direct_input
 from host.build import kernel_sources, why_not
 from host_correlate_wgmma import SHARED_BYTES
-from host_gradients import TENSOR_CORES, gradients_on_host
-from strategies import Problem, case
+from host_gradients import gradients_on_host
+from strategies import KINDS, Problem, case
 from test_grad import arrays_of, input_gradient
 from test_host_faults import KERNEL_BEFORE, VALUES, plant
 
@@ -61,7 +61,7 @@ def run(operation: str, problem: Problem, dtype: str, precision: str | None, sou
 
 
 @on_the_host
-@pytest.mark.parametrize(("dtype", "precision"), TENSOR_CORES)
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("operation", KERNELS)
 def test_gradients_on_the_host(operation: str, name: str, dtype: str, precision: str | None) -> None:
