@@ -279,6 +279,8 @@ def plan_tile(
     geometry, layout = wgmma._batch_as_depth(geometry, layout)
     # The result of a call without `out` has the layout of x.
     last = layout.out_channels_last
+    if tile.slides and wgmma._reached_planes(geometry, layout)[0].dilation[0] > 1:
+        return wgmma.plan_phase_wgmma(geometry, dtype, layout, precision, device)  # no plane is reached, none left out
     tile = dataclasses.replace(tile, merge_w=tile.merge_w and not last, join_w=tile.join_w and last)
     return wgmma.plan_tile(geometry, dtype, layout, precision, device, tile)
 
