@@ -21,7 +21,7 @@ def conv_transpose(x: Any, weight: Any, bias: Any, geometry: Geometry, precision
     """Write the transposed convolution of x to `out`."""
     if not geometry.n:
         return None
-    x3, weight3, out3 = (_in_3d(array, geometry.rank) for array in (x, weight, out))
+    x3, weight3, out3 = (in_3d(array, geometry.rank) for array in (x, weight, out))
     if isinstance(out, np.ndarray):
         cpu.conv_transpose(x3, weight3, bias, geometry, out3)
         return None
@@ -34,7 +34,7 @@ def correlate(y: Any, weight: Any, bias: Any, geometry: Geometry, precision: str
     """Write the strided correlation of y, which has the geometry's `out_shape`, to `out`, which has its `x_shape`."""
     if not geometry.n:
         return None
-    y3, weight3, out3 = (_in_3d(array, geometry.rank) for array in (y, weight, out))
+    y3, weight3, out3 = (in_3d(array, geometry.rank) for array in (y, weight, out))
     if isinstance(out, np.ndarray):
         cpu.correlate(y3, weight3, bias, geometry, out3)
         return None
@@ -48,7 +48,7 @@ def weight_gradient(x: Any, y: Any, geometry: Geometry, precision: str | None, o
     if not geometry.n:
         out.view(f"i{out.itemsize}")[...] = 0  # zero in every format, also those that a library cannot convert to
         return None
-    x3, y3, out3 = (_in_3d(array, geometry.rank) for array in (x, y, out))
+    x3, y3, out3 = (in_3d(array, geometry.rank) for array in (x, y, out))
     if isinstance(out, np.ndarray):
         cpu.weight_gradient(x3, y3, geometry, out3)
         return None
@@ -61,7 +61,7 @@ def channel_sums(y: Any, rank: int, out: Any) -> Any:
     """Write the sum of y over all axes but the channels' to `out`."""
     if isinstance(out, np.ndarray):
         # In float64 throughout: NumPy sums pairwise only along a contiguous axis, else one element after the other.
-        _store(_in_3d(y, rank).sum(axis=(0, 2, 3, 4), dtype=np.float64), out)
+        _store(in_3d(y, rank).sum(axis=(0, 2, 3, 4), dtype=np.float64), out)
         return None
     sums = functools.partial(_channel_sums, rank)
     sums(y, out)
@@ -74,7 +74,7 @@ def _channel_sums(rank: int, y: Any, out: Any) -> None:
     CuPy sums a row in many parts, a thread each, and what is left to sum in float64 is little.
     """
     accumulator = np.float64 if y.dtype == np.float64 else np.float32
-    rows = _in_3d(y, rank).sum(axis=-1, dtype=accumulator)
+    rows = in_3d(y, rank).sum(axis=-1, dtype=accumulator)
     _store(rows.sum(axis=(0, 2, 3), dtype=np.float64), out)
 
 
@@ -82,7 +82,7 @@ def _store(sums: Any, out: Any) -> None:
     out[...] = sums if out.itemsize >= 4 else sums.astype(np.float32)  # which 16-bit types are converted from
 
 
-def _in_3d(array: Any, rank: int) -> Any:
+def in_3d(array: Any, rank: int) -> Any:
     """View an array with all of (N, C, D, H, W), or a weight with all of (C_in, C_out/groups, kD, kH, kW)."""
     if array.ndim == 5:
         return array

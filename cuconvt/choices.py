@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cuconvt.compile import _digest, cache_folder, replace_file
+from cuconvt.compile import cache_folder, digest_of, replace_file
 
 
 class Choices:
@@ -36,7 +36,7 @@ class Choices:
 
 
 def _file(question: str) -> Path:
-    return cache_folder() / "choices" / f"{_digest((question + planners_digest()).encode())}.json"
+    return cache_folder() / "choices" / f"{digest_of((question + planners_digest()).encode())}.json"
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def planners_digest() -> str:
     package = Path(__file__).parent
     others = (package / f"{name}.py" for name in ("geometry", "phases", "tensor_map"))
     files = sorted((*package.glob("plan*.py"), *others))
-    return _digest(b"".join(_text(file) for file in files))
+    return digest_of(b"".join(_text(file) for file in files))
 
 
 def _text(file: Path) -> bytes:

@@ -93,7 +93,7 @@ def compile_kernel(source: str, arch: str, defines: Defines = ()) -> Compiled:
         With the kernel's name, the options and NVRTC's log.
     """
     nvrtc = _nvrtc()
-    texts = _sources(source)
+    texts = sources_of(source)
     headers = {name: text for name, text in texts.items() if name != source}
     options = _options(arch, defines)
     program = nvrtc.createProgram(
@@ -138,7 +138,7 @@ def cached_file(source: str, arch: str, defines: tuple[tuple[str, int], ...]) ->
         # What cannot be read or is not sound is left alone: removing it might hit the file that another process has
         # just put in its place.
         with contextlib.suppress(OSError):
-            if file.stem == _digest(file.read_bytes()):
+            if file.stem == digest_of(file.read_bytes()):
                 return file
     code = compile_kernel(source, arch, defines).code
     try:
@@ -159,7 +159,7 @@ def _options(arch: str, defines: Defines) -> tuple[str, ...]:
     )
 
 
-def _sources(source: str) -> Mapping[str, str]:
+def sources_of(source: str) -> Mapping[str, str]:
     """Return the texts of a kernel and of all headers by name."""
     folder = kernel_folder()
     return {file.name: file.read_text() for file in (folder / source, *sorted(folder.glob("*.cuh")))}
@@ -167,17 +167,18 @@ def _sources(source: str) -> Mapping[str, str]:
 
 def _key(source: str, arch: str, defines: Defines) -> str:
     parts = [str(nvrtc_version()), *_options(arch, defines)]
-    for name, text in _sources(source).items():
+    for name, text in sources_of(source).items():
         parts += [name, text]
-    return f"{Path(source).stem}-{arch}-{_digest(repr(parts).encode())}"
+    return f"{Path(source).stem}-{arch}-{digest_of(repr(parts).encode())}"
 
 
-def _digest(data: bytes) -> str:
+def digest_of(data: bytes) -> str:
+    """Return the name of what has these bytes, in the cache."""
     return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _write(entry: Path, code: bytes) -> Path:
-    file = entry / f"{_digest(code)}.bin"
+    file = entry / f"{digest_of(code)}.bin"
     replace_file(file, code)
     return file
 

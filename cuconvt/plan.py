@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuconvt.arrays import address
-from cuconvt.geometry import Geometry, triple
+from cuconvt.geometry import Geometry
 from cuconvt.tensor_map import TensorMap
 
 Ints = tuple[int, ...]
@@ -24,6 +24,8 @@ DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # the k
 MAX_GRID = 2**31 - 1
 WHOLE = 16  # elements that any copy of 16 bytes divides
 INDEX_LIMIT = 2**31  # from here on kernels compute indices in 64 bits
+MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
+MAX_STRIDE_W = 16  # phases whose sums a thread can hold
 
 
 @dataclass(frozen=True)
@@ -276,46 +278,6 @@ def alike(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
     )
 
 
-def taps_follow_each_other(geometry: Geometry) -> bool:
-    """Whether taps along W meet elements of the result that follow each other, of as many whole steps as a row has.
-
-    Then they can be channels, if these are contiguous in memory.
-    """
-    g, taps = geometry, geometry.kernel[2]
-    if taps == 1 or taps != g.stride[2] or g.dilation[2] > 1 or g.groups > 1:
-        return False
-    return not g.pad_before[2] % taps and not g.out_extent[2] % taps
-
-
-def with_taps_as_channels(geometry: Geometry) -> Geometry:
-    """Return the problem with such taps as channels of its result."""
-    g, taps = geometry, geometry.kernel[2]
-    return replace(
-        g,
-        c_out=taps * g.c_out,
-        kernel=(*g.kernel[:2], 1),
-        stride=(*g.stride[:2], 1),
-        pad_before=(*g.pad_before[:2], g.pad_before[2] // taps),
-        out_extent=(*g.out_extent[:2], g.out_extent[2] // taps),
-    )
-
-
-def with_phases_as_channels(geometry: Geometry) -> Geometry:
-    """Return the problem without a stride whose result has all phases of all channels as channels.
-
-    All phases have equally many taps: `cuconvt.phases.are_alike`.
-    """
-    g = geometry
-    return replace(
-        g,
-        c_out=g.c_out * prod(g.stride),
-        kernel=triple(k // s for k, s in zip(g.kernel, g.stride, strict=True)),
-        stride=(1, 1, 1),
-        pad_before=triple(p // s for p, s in zip(g.pad_before, g.stride, strict=True)),
-        out_extent=triple(positions(g, axis) for axis in range(3)),
-    )
-
-
 def positions(geometry: Geometry, axis: int) -> int:
     """Return how many positions q (outputs of a phase) an axis has: from pad_before // stride to the last output's."""
     first = geometry.pad_before[axis] // geometry.stride[axis]
@@ -354,6 +316,20 @@ def refuse_steps(geometry: Geometry) -> str | None:
     """Return why a kernel cannot count the steps along some axis, if it cannot."""
     if max(*geometry.stride, *(d * k for d, k in zip(geometry.dilation, geometry.kernel, strict=True))) >= 2**31:
         return "stride and dilation * kernel must stay below 2**31 on every axis"
+    return None
+
+
+def refuse_taps(geometry: Geometry) -> str | None:
+    """Return why a kernel does not unroll the taps along W, if it does not."""
+    if geometry.kernel[2] > MAX_UNROLLED_TAPS:
+        return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
+    return None
+
+
+def refuse_phases(geometry: Geometry) -> str | None:
+    """Return why a thread cannot hold the sums of all phases along W, if it cannot."""
+    if geometry.stride[2] > MAX_STRIDE_W:
+        return f"holds at most {MAX_STRIDE_W} phases along W, got stride {geometry.stride[2]}"
     return None
 
 
@@ -437,3 +413,6 @@ def problem_struct(plan: Plan) -> np.ndarray:
 def struct_of(numbers: Ints) -> np.ndarray:
     """Return 64-bit numbers as one value."""
     return np.array(numbers, np.int64).view(f"V{8 * len(numbers)}")
+
+
+PRECISION_CODES = {None: 0, "tf32": 1, "tf32x3": 3}

@@ -17,6 +17,7 @@ from cuconvt.plan import (
     DTYPE_CODES,
     INDEX_LIMIT,
     MAX_GRID,
+    MAX_UNROLLED_TAPS,
     Device,
     Ints,
     Layout,
@@ -35,7 +36,6 @@ from cuconvt.plan import (
 LANES = 64  # of a multiprocessor's 128, what this kernel keeps busy (half of it in float64)
 INSTRUCTIONS_A_STAGED_ELEMENT = 15
 INSTRUCTIONS_A_RESULT = 40  # to turn and store it
-MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
 # At most 168 registers a thread, so that accumulators stay in registers; those of float64 take more.
 THREADS_A_MULTIPROCESSOR = 384
 THREADS_OF_FLOAT64 = 256

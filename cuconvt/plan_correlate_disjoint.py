@@ -15,6 +15,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     INDEX_LIMIT,
+    PRECISION_CODES,
     Device,
     Ints,
     Layout,
@@ -27,6 +28,7 @@ from cuconvt.plan import (
     refuse_steps,
     refuse_tensor_cores,
 )
+from cuconvt.plan_copies import channels_stored, others_divisible
 from cuconvt.plan_correlate_wgmma import as_read
 from cuconvt.plan_disjoint import (
     BARRIER_BYTES,
@@ -37,8 +39,7 @@ from cuconvt.plan_disjoint import (
     refuse_other_kernels,
 )
 from cuconvt.plan_few_channels import FEW
-from cuconvt.plan_phase_gemm import PRECISION_CODES, _others_divisible
-from cuconvt.plan_phase_wgmma import MAX_COLUMNS, ROWS, _channels_at_once
+from cuconvt.plan_phase_wgmma import MAX_COLUMNS, ROWS
 
 MAX_STEPS = 16  # of a unit
 MAX_WORDS_W = 8  # that a position reads of a channel, along W
@@ -101,7 +102,7 @@ def plan_correlate_disjoint(
         ("RUN", tile.run),
         ("X_CHANNELS_LAST", int(read.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(read.out_channels_last)),
-        ("OUT_VECTOR", _channels_at_once(g, read, work.shape.itemsize)),
+        ("OUT_VECTOR", channels_stored(g, read, work.shape.itemsize)),
         ("MIN_BLOCKS", tile.min_blocks),
     )
     divisors = (row, g.out_extent[1], g.out_extent[0])  # in the order in which the kernel divides by them
@@ -148,7 +149,7 @@ def _loaded_at_once(geometry: Geometry, layout: Layout, work: Work, tile: Tile) 
     def aligned(axis: int, extents: Ints, words: int) -> bool:
         count = words * elements
         whole = layout.x_aligned and all(extent % count == 0 for extent in extents)
-        return whole and x[axis] == 1 and _others_divisible(x, axis, count)
+        return whole and x[axis] == 1 and others_divisible(x, axis, count)
 
     if layout.x_channels_last:
         return 4 if aligned(1, (g.c_in_per_group,), 4) else 0
@@ -163,7 +164,7 @@ def _outputs_at_once(geometry: Geometry, layout: Layout, work: Work, tile: Tile)
     if layout.out_channels_last:
         return 1
     whole = layout.out_aligned and geometry.out_extent[2] % count == 0
-    return count if whole and out[4] == 1 and _others_divisible(out, 4, count) else 1
+    return count if whole and out[4] == 1 and others_divisible(out, 4, count) else 1
 
 
 class Work:

@@ -21,11 +21,13 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
+from cuconvt.plan_copies import whole_pieces
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_gemm import with_margin
-from cuconvt.plan_few_channels import FEW, THREADS, _batch_as_axis, runs_along_d, threads_of_block
-from cuconvt.plan_rows import BYTES_A_CLOCK, Step, spent_ahead, spent_on_window, whole_pieces
+from cuconvt.plan_few_channels import FEW, THREADS, runs_along_d, threads_of_block
+from cuconvt.plan_rows import BYTES_A_CLOCK, Step, spent_ahead, spent_on_window
 from cuconvt.plan_slides import SlideTile, WorkOnSlides
+from cuconvt.plan_views import batch_as_axis
 
 MAX_REGISTERS = 192  # of a thread, by estimate
 MAX_WEIGHTS_IN_REGISTERS = 72
@@ -53,7 +55,7 @@ def plan_correlate_few_channels(
     name = "correlate_few_channels"
     if reason := refuse_channels(geometry):
         return Refusal(name, reason)
-    geometry, layout = _batch_as_axis(geometry, layout)
+    geometry, layout = batch_as_axis(geometry, layout)
     g = geometry
     work = _Work(g, dtype, layout, device)
     tile = tile or min(work.tiles(), key=work.clocks_of_tile, default=None)

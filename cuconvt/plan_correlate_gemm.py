@@ -12,6 +12,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
+    PRECISION_CODES,
     Device,
     Layout,
     Plan,
@@ -23,8 +24,8 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
+from cuconvt.plan_copies import copied_bytes, copy_macros
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
-from cuconvt.plan_phase_gemm import PRECISION_CODES, copied_bytes, copy_macros
 
 ROW = 8  # positions along W that stay together
 MAX_TAPS_W = 32  # unrolled

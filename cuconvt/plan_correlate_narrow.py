@@ -11,6 +11,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
+    PRECISION_CODES,
     Device,
     Ints,
     Layout,
@@ -22,12 +23,11 @@ from cuconvt.plan import (
     refuse_steps,
     refuse_tensor_cores,
 )
+from cuconvt.plan_copies import whole_pieces
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
-from cuconvt.plan_phase_gemm import PRECISION_CODES
-from cuconvt.plan_phase_wgmma import _batch_as_depth
-from cuconvt.plan_rows import whole_pieces
 from cuconvt.plan_search import remembered
+from cuconvt.plan_views import batch_as_depth
 
 ROWS = 16  # of an mma: positions along W
 MAX_CHANNELS = 16  # of y a group
@@ -158,7 +158,7 @@ def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | Non
 
 def slides_along_h(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
     """Give idle axes a use: the batch becomes the D axis, and of a 1-D problem, or one without H, D becomes H."""
-    g, layout = _batch_as_depth(geometry, layout)
+    g, layout = batch_as_depth(geometry, layout)
     if (g.kernel[1], g.stride[1], g.dilation[1], g.pad_before[1], g.x_extent[1], g.out_extent[1]) != (1, 1, 1, 0, 1, 1):
         return g, layout
 

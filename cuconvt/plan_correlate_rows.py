@@ -15,6 +15,7 @@ from cuconvt import plan_correlate_wgmma as correlate_wgmma
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, at_residue, magic, problem_parameters, round_up
+from cuconvt.plan_copies import others_divisible
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_wgmma import (
     FEW_POSITIONS,
@@ -22,7 +23,6 @@ from cuconvt.plan_correlate_wgmma import (
     OTHERS,
     as_read,
 )
-from cuconvt.plan_phase_gemm import _others_divisible
 from cuconvt.plan_phase_wgmma import (
     MAX_BLOCKS,
     MAX_COLUMNS,
@@ -114,7 +114,7 @@ def plan_tile(
     return Plan(
         kernel="correlate_rows",
         defines=phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers),
-        grid=phase_wgmma._grid(
+        grid=phase_wgmma.grid_of(
             blocks, device.multiprocessors * tile.min_blocks, 1, g.groups * tiles_c if tile.resident else 1
         ),
         block=tile.threads,
@@ -135,7 +135,7 @@ def plan_tile(
 
 
 def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> str | None:
-    if reason := correlate_wgmma._refuse(geometry, dtype, precision, device):
+    if reason := correlate_wgmma.refuse(geometry, dtype, precision, device):
         return reason
     if layout.out_channels_last:
         return "reads rows, got channels that follow each other"
@@ -256,7 +256,7 @@ class Work(correlate_wgmma.Work):
         """Return how many bytes of a row may be copied at a time, 16, 8 or 4, or 0 for elements that are loaded."""
         for size in (16, 8, 4):
             unit = size // self.shape.itemsize
-            whole = geometry.x_extent[2] % unit == 0 and layout.x[4] == 1 and _others_divisible(layout.x, 4, unit)
+            whole = geometry.x_extent[2] % unit == 0 and layout.x[4] == 1 and others_divisible(layout.x, 4, unit)
             if unit == 1 or (whole and layout.x_aligned):
                 return size
         return 0
@@ -265,7 +265,7 @@ class Work(correlate_wgmma.Work):
         """Whether a result of 16 bits may be written two positions of a row at a time, as they lie in A."""
         even = self.shape.itemsize == 2 and geometry.out_extent[2] % 2 == box.extent[2] % 2 == 0
         even &= any(box.patches) or self.width(tile, box.extent[2]) % 2 == 0
-        return even and layout.out_aligned and layout.out[4] == 1 and _others_divisible(layout.out, 4, 2)
+        return even and layout.out_aligned and layout.out[4] == 1 and others_divisible(layout.out, 4, 2)
 
     def fits(self, tile: Tile, box: Box, device: Device) -> bool:
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024

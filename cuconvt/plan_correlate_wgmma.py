@@ -25,14 +25,14 @@ from cuconvt.plan import (
     magic,
     problem_parameters,
     refuse_steps,
+    refuse_taps,
     refuse_tensor_cores,
     round_up,
-    taps_follow_each_other,
     weight_strides,
-    with_taps_as_channels,
 )
+from cuconvt.plan_boxes import count_boxes
+from cuconvt.plan_copies import x_copy_macros, x_is_vector
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_phase_gemm import MAX_UNROLLED_TAPS, _copy_macros, _x_vector
 from cuconvt.plan_phase_wgmma import (
     BESIDE_SUMS,
     FEWEST_TURNED,
@@ -50,6 +50,7 @@ from cuconvt.plan_phase_wgmma import (
 )
 from cuconvt.plan_search import cheapest_tile, of_tile, remembered, step_of_size
 from cuconvt.plan_turned import turned
+from cuconvt.plan_views import batch_as_depth, taps_follow_each_other, with_taps_as_channels
 from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, spans
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor. What is under
@@ -171,7 +172,7 @@ def plan_correlate_wgmma(
 
     Also where its cost must be more than `most`: to find the best of its tiles takes long.
     """
-    if reason := _refuse(geometry, dtype, precision, device):
+    if reason := refuse(geometry, dtype, precision, device):
         return Refusal("correlate_wgmma", reason)
     if tile is not None:
         work = Work(*as_read(geometry, layout, tile.fold, tile.joined), dtype, precision, tile.fold, tile.joined)
@@ -227,7 +228,7 @@ def plan_turned_correlate_wgmma(
     correlation = turned(geometry, layout)
     if correlation is None:
         return Refusal("correlate_wgmma", "needs a stride of 1, and no more padding than taps reach")
-    if reason := _refuse(correlation[0], dtype, precision, device):
+    if reason := refuse(correlation[0], dtype, precision, device):
         return Refusal("correlate_wgmma", reason)
     if geometry.c_out_per_group < FEWEST_TURNED:
         return Refusal("correlate_wgmma", f"serves at least {FEWEST_TURNED} channels of a group's result")
@@ -309,7 +310,7 @@ def as_read(geometry: Geometry, layout: Layout, fold: int = 1, joined: int = 1) 
     swapped = dataclasses.replace(
         g, c_in=g.c_out, c_out=g.c_in, x_extent=g.out_extent, out_extent=g.x_extent, groups=g.groups // joined
     )
-    return phase_wgmma._batch_as_depth(
+    return batch_as_depth(
         swapped,
         dataclasses.replace(
             layout,
@@ -349,7 +350,7 @@ def plan_tile(
     own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64, "BOXED": tile.boxed}
     own |= {"FOLD": tile.fold, "JOINED": tile.joined}
     if not tile.boxed:
-        own |= _copy_macros(g, read, work.shape.itemsize)
+        own |= x_copy_macros(g, read, work.shape.itemsize)
     registers = work.registers(tile)
     if registers is None:
         return Refusal("correlate_wgmma", "the sums of this tile do not fit into registers")
@@ -365,7 +366,7 @@ def plan_tile(
     return Plan(
         kernel="correlate_wgmma",
         defines=defines,
-        grid=phase_wgmma._grid(blocks, device.multiprocessors * tile.min_blocks, 1, weights),
+        grid=phase_wgmma.grid_of(blocks, device.multiprocessors * tile.min_blocks, 1, weights),
         block=tile.threads,
         shared_bytes=work.shared_bytes(tile, box, index64),
         problem=problem_parameters(
@@ -389,14 +390,9 @@ def plan_tile(
     )
 
 
-def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if reason := refuse_tensor_cores(dtype, precision, device, wgmma=True):
-        return reason
-    if reason := refuse_steps(geometry):
-        return reason
-    if geometry.kernel[2] > MAX_UNROLLED_TAPS:
-        return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
-    return None
+def refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
+    """Return why wgmma does not serve a correlation, if it does not."""
+    return refuse_tensor_cores(dtype, precision, device, wgmma=True) or refuse_steps(geometry) or refuse_taps(geometry)
 
 
 class Work(phase_wgmma.Work):
@@ -527,7 +523,7 @@ class Work(phase_wgmma.Work):
     def reads_vectors(self, tile: Tile, geometry: Geometry, layout: Layout) -> bool:
         """Whether x may be read by aligned runs of a row or, channels-last, 16 bytes of channels at a time."""
         if layout.x_channels_last:
-            return _x_vector(geometry, layout, self.shape.itemsize)
+            return x_is_vector(geometry, layout, self.shape.itemsize)
         unit = tile.classes
         whole = geometry.x_extent[2] % unit == 0 and not any(stride % unit for stride in layout.x[:4])
         return self.has_runs(tile) and whole and layout.x_aligned and layout.x[4] == 1
@@ -638,7 +634,7 @@ class Work(phase_wgmma.Work):
         box = self.box_of_launch(tile, extents, times, device)
         if box is None:
             return None
-        return self._clocks_of_boxes(tile, box, times * phase_wgmma._count(extents, box.extent), device)
+        return self._clocks_of_boxes(tile, box, times * count_boxes(extents, box.extent), device)
 
     def least_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float:
         """Return a lower bound of the same: with boxes without a halo, as many as the device holds at a time."""

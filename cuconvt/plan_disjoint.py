@@ -12,6 +12,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     INDEX_LIMIT,
+    PRECISION_CODES,
     Device,
     Ints,
     Layout,
@@ -26,8 +27,8 @@ from cuconvt.plan import (
     refuse_steps,
     refuse_tensor_cores,
 )
-from cuconvt.plan_phase_gemm import PRECISION_CODES, _others_divisible
-from cuconvt.plan_phase_wgmma import MAX_COLUMNS, ROWS, _channels_at_once
+from cuconvt.plan_copies import channels_stored, others_divisible
+from cuconvt.plan_phase_wgmma import MAX_COLUMNS, ROWS
 
 SHARES = ((2, 1), (3, 1), (4, 1), (2, 2))  # workers of a block, and blocks a multiprocessor
 REGISTERS = 65536  # of a multiprocessor
@@ -137,7 +138,7 @@ def _plan_tile(
         ("AHEAD", int(tile.ahead)),
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
-        ("OUT_VECTOR", _channels_at_once(g, layout, work.shape.itemsize)),
+        ("OUT_VECTOR", channels_stored(g, layout, work.shape.itemsize)),
         ("MIN_BLOCKS", tile.min_blocks),
     )
     parts = -(-work.slots(tile) // per_part)
@@ -209,10 +210,10 @@ def _loads_vectors(geometry: Geometry, layout: Layout, work: Work, tile: Tile) -
     g, x = geometry, layout.x
     if layout.x_channels_last:
         unit = 16 // work.shape.itemsize
-        return layout.x_aligned and g.c_in_per_group % unit == 0 and x[1] == 1 and _others_divisible(x, 1, unit)
+        return layout.x_aligned and g.c_in_per_group % unit == 0 and x[1] == 1 and others_divisible(x, 1, unit)
     first = g.pad_before[2] // g.stride[2]
     whole = g.x_extent[2] % tile.run == 0 and first % tile.run == 0
-    return layout.x_aligned and whole and x[4] == 1 and _others_divisible(x, 4, tile.run)
+    return layout.x_aligned and whole and x[4] == 1 and others_divisible(x, 4, tile.run)
 
 
 def _outputs_at_once(geometry: Geometry, layout: Layout, work: Work, tile: Tile) -> int:
@@ -224,7 +225,7 @@ def _outputs_at_once(geometry: Geometry, layout: Layout, work: Work, tile: Tile)
 
     def aligned(count: int) -> bool:
         whole = g.out_extent[2] % count == 0 and g.pad_before[2] % g.stride[2] % count == 0
-        return whole and _others_divisible(out, 4, count)
+        return whole and others_divisible(out, 4, count)
 
     return next((count for count in (at_once, gcd(at_once, g.kernel[2])) if aligned(count)), 1)
 

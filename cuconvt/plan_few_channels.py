@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, prod
 
 from cuconvt.geometry import Geometry
@@ -12,7 +12,6 @@ from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
     Device,
-    Ints,
     Layout,
     Plan,
     Refusal,
@@ -26,6 +25,8 @@ from cuconvt.plan import (
     round_up,
     span,
 )
+from cuconvt.plan_copies import constant_stride
+from cuconvt.plan_views import batch_as_axis
 
 THREADS = 128  # of a block at most
 THREADS_AROUND = 8  # what a block takes on top of its threads' work, in threads
@@ -70,7 +71,7 @@ def plan_few_channels(
     """Propose the cheapest tile, or a given one. It serves every precision, in float32 (float64 for float64)."""
     if reason := _refuse(geometry, dtype, device):
         return Refusal("few_channels", reason)
-    geometry, layout = _batch_as_axis(geometry, layout)
+    geometry, layout = batch_as_axis(geometry, layout)
     work = _Work(geometry, dtype, layout)
     tile = tile or min(_tiles(work), key=lambda t: work.clocks_a_position(t, device), default=None)
     if tile is None:
@@ -112,8 +113,8 @@ def plan_few_channels(
         ("HOLD_WEIGHTS", int(work.holds_weights(tile))),
         ("LANES_C", tile.lanes_c),
         ("VECTOR", tile.vector),
-        ("X_STRIDE_W", _constant_stride(layout.x, layout.x_channels_last, geometry.c_in)),
-        ("OUT_STRIDE_W", _constant_stride(layout.out, layout.out_channels_last, geometry.c_out)),
+        ("X_STRIDE_W", constant_stride(layout.x, layout.x_channels_last, geometry.c_in)),
+        ("OUT_STRIDE_W", constant_stride(layout.out, layout.out_channels_last, geometry.c_out)),
         ("OUT_CHANNELS_LAST", int(work.row_channels(tile) > 1)),
         ("INDEX64", int(needs_64_bits(geometry, layout, (1, 1, tile.positions_w)) or work.x_span(tile) >= 2**31)),
         ("MIN_BLOCKS", resident),
@@ -147,7 +148,7 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
     """Yield a plan for every tile that fits, among them the one that is proposed."""
     if _refuse(geometry, dtype, device):
         return
-    turned, turned_layout = _batch_as_axis(geometry, layout)
+    turned, turned_layout = batch_as_axis(geometry, layout)
     work = _Work(turned, dtype, turned_layout)
     for tile in _tiles(work):
         plan = plan_few_channels(geometry, dtype, layout, precision, device, tile)
@@ -161,40 +162,6 @@ def _refuse(geometry: Geometry, dtype: str, device: Device) -> str | None:
     if min(geometry.c_in_per_group, geometry.c_out_per_group) > FEW:
         return f"serves at most {FEW} input or {FEW} output channels a group"
     return refuse_steps(geometry)
-
-
-def _batch_as_axis(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
-    """Give the axes that a 1-D or 2-D problem leaves idle a use: 2-D slides along H, and 1-D along the batch."""
-    if geometry.rank == 3:
-        return geometry, layout
-
-    def turn(values: Ints, batch: int) -> tuple[int, int, int]:
-        _, h, w = values
-        return (batch, h, w) if geometry.rank == 1 else (h, batch, w)
-
-    g = replace(
-        geometry,
-        n=1,
-        x_extent=turn(geometry.x_extent, geometry.n),
-        kernel=turn(geometry.kernel, 1),
-        stride=turn(geometry.stride, 1),
-        dilation=turn(geometry.dilation, 1),
-        pad_before=turn(geometry.pad_before, 0),
-        pad_after=turn(geometry.pad_after, 0),
-        output_padding=turn(geometry.output_padding, 0),
-        out_extent=turn(geometry.out_extent, geometry.n),
-    )
-    return g, replace(
-        layout,
-        x=(0, layout.x[1], *turn(layout.x[2:], layout.x[0])),
-        weight=(*layout.weight[:2], *turn(layout.weight[2:], 0)),
-        out=(0, layout.out[1], *turn(layout.out[2:], layout.out[0])),
-    )
-
-
-def _constant_stride(strides: Ints, channels_last: bool, channels: int) -> int:
-    """Return the stride along W if no extent can change it, else 0."""
-    return strides[4] if strides[4] == (channels if channels_last else 1) else 0
 
 
 def _tiles(work: _Work) -> Iterator[Tile]:
@@ -305,7 +272,7 @@ class _Work:
         """Estimate the clocks of a multiprocessor for one position q, all its phases and the channels of a group."""
         g = self.geometry
         arithmetic = self.taps * tile.positions_w * tile.channels_out * tile.vector * self.words
-        addresses = 0 if _constant_stride(self.layout.x, self.layout.x_channels_last, g.c_in) else 2
+        addresses = 0 if constant_stride(self.layout.x, self.layout.x_channels_last, g.c_in) else 2
         loads = self.rows * (6 + self.columns(tile) * (2.5 + addresses + tile.vector * (self.itemsize == 2)))
         weights = 0.0
         if not self.holds_weights(tile):

@@ -11,6 +11,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
+    MAX_UNROLLED_TAPS,
     Device,
     Layout,
     Plan,
@@ -32,7 +33,6 @@ INSTRUCTIONS_AN_OUTPUT = (
 )
 MANY = 24  # channels of x
 MANY_TO_FEW = 2.2  # how much longer many channels to few take than the rest of the estimate says
-MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
 MAX_PHASES_A_THREAD = 16
 THREADS_A_MULTIPROCESSOR = 384  # at most 168 registers a thread, so that accumulators stay in registers
 RESERVED_BYTES = 1024  # shared memory that the hardware keeps for itself, a block

@@ -12,6 +12,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
+    PRECISION_CODES,
     Device,
     Ints,
     Layout,
@@ -27,9 +28,10 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
-from cuconvt.plan_phase_gemm import PRECISION_CODES, _channels_stored, _others_divisible, copied_bytes
-from cuconvt.plan_phase_wgmma import _batch_as_depth, _count, _even
+from cuconvt.plan_boxes import count_boxes, even_extent
+from cuconvt.plan_copies import are_stored_at_once, copied_bytes, others_divisible
 from cuconvt.plan_search import remembered
+from cuconvt.plan_views import batch_as_depth
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -103,7 +105,7 @@ def plan_narrow_groups(
     """Propose the tile with the least estimated time, or a given one, or say why the kernel does not serve."""
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal("narrow_groups", reason)
-    geometry, layout = _batch_as_depth(geometry, layout)
+    geometry, layout = batch_as_depth(geometry, layout)
     work = Work.of_problem(geometry, dtype, precision, layout)
     choice = choose_tile(work, device) if tile is None else (tile, work.typical_cost(tile, device) or 0.0)
     if choice is None:
@@ -178,7 +180,7 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
     """Yield a plan for every tile that fits, among them the one that is proposed."""
     if _refuse(geometry, dtype, precision, device):
         return
-    turned, turned_layout = _batch_as_depth(geometry, layout)
+    turned, turned_layout = batch_as_depth(geometry, layout)
     work = Work.of_problem(turned, dtype, precision, turned_layout)
     for tile in tiles(work):
         if work.typical_cost(tile, device) is not None:
@@ -206,9 +208,9 @@ def widest_vector(stride: int, itemsize: int) -> int:
 def _out_vector(geometry: Geometry, layout: Layout, work: Work) -> bool:
     """Whether the result may be stored a vector at a time: pairs of channels, or outputs of a row."""
     if layout.out_channels_last:
-        return _channels_stored(geometry, layout, 2)
+        return are_stored_at_once(geometry, layout, 2)
     vector = widest_vector(geometry.stride[2], work.itemsize)
-    whole_rows = geometry.out_extent[2] % vector == 0 and _others_divisible(layout.out, 4, vector)
+    whole_rows = geometry.out_extent[2] % vector == 0 and others_divisible(layout.out, 4, vector)
     return vector > 1 and layout.out_aligned and layout.out[4] == 1 and whole_rows
 
 
@@ -216,7 +218,7 @@ def _bytes_fetched(geometry: Geometry, layout: Layout) -> int:
     """Return how many bytes of 16-bit rows of x are copied at a time, 0 if elements are loaded."""
     for size in (16, 4):  # a view may end before the rows in memory do
         unit = size // 2
-        whole_rows = geometry.x_extent[2] % unit == 0 and _others_divisible(layout.x, 4, unit)
+        whole_rows = geometry.x_extent[2] % unit == 0 and others_divisible(layout.x, 4, unit)
         if whole_rows and layout.x_aligned and layout.x[4] == 1:
             return size
     return 0
@@ -232,7 +234,7 @@ def _way_to_store(geometry: Geometry, layout: Layout, work: Work, tile: Tile, bo
         whole_rows = layout.out[3] == geometry.out_extent[2] <= box[2] * geometry.stride[2]
         return WHOLE_ROWS if whole_rows else ROWS_OF_BOX
     if work.stores_both_eights(tile):
-        return 2 if _channels_stored(geometry, layout, 4) else int(vector)
+        return 2 if are_stored_at_once(geometry, layout, 4) else int(vector)
     two_rows = 2 * box[2] == tile.cells and tile.tiles_m == 4 and work.products == 1
     straight = box[2] % tile.cells == 0 or two_rows
     long = min(tile.cells, box[2]) * work.stride[2] >= LONG_RUN[work.itemsize, work.products]
@@ -406,7 +408,7 @@ class Work:
                 continue
             if box not in known:
                 known[box] = self.clocks(tile, box, vector)
-            count = _count(extents, box)
+            count = count_boxes(extents, box)
             clocks = known[box] * -(-count * times // (device.multiprocessors * tile.min_blocks))
             if best is None or clocks < best[0]:
                 best = clocks, box
@@ -427,7 +429,7 @@ class Work:
             box = self.best_box(tile, extents, device, MANY, False, known)
             if box is None:
                 return None
-            logarithms += log(known[box] * _count(extents, box) / prod(extents))
+            logarithms += log(known[box] * count_boxes(extents, box) / prod(extents))
         mean = exp(logarithms / len(TYPICAL_EXTENTS[self.rank]))
         compared = COMPARED
         if max(self.stride) == 1 and not self.out_channels_last and self.c_out * self.itemsize >= 32:
@@ -478,7 +480,7 @@ class Work:
 
 def _cuts(extent: int, most: Ints) -> list[int]:
     """Return box extents that leave little of the last box empty."""
-    return sorted({_even(extent, m) for m in most})
+    return sorted({even_extent(extent, m) for m in most})
 
 
 @remembered(Tile)

@@ -12,6 +12,7 @@ from cuconvt.phases import are_alike
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
+    PRECISION_CODES,
     Device,
     Layout,
     Plan,
@@ -22,17 +23,17 @@ from cuconvt.plan import (
     needs_64_bits,
     positions,
     problem_parameters,
+    refuse_phases,
     refuse_steps,
+    refuse_taps,
     refuse_tensor_cores,
     round_up,
-    with_phases_as_channels,
 )
+from cuconvt.plan_copies import others_divisible, x_copy_macros, x_is_vector
 from cuconvt.plan_few_channels import FEW
+from cuconvt.plan_views import with_phases_as_channels
 
-PRECISION_CODES = {None: 0, "tf32": 1, "tf32x3": 3}
 ROW = 8  # positions along W that stay together
-MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
-MAX_STRIDE_W = 16  # phases whose accumulators a thread can hold
 MANY_PHASES = 8  # beyond which data-centre Blackwell's compiler takes more registers
 # The tiles to choose from: warps of a block along D, H and W, by rank (eight of them where shared memory holds a single
 # block), and the other macros of the kernel.
@@ -136,7 +137,7 @@ def plan_phase_gemm(
         ("EARLY", work.early),
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
-        *_copy_macros(geometry, layout, work.itemsize).items(),
+        *x_copy_macros(geometry, layout, work.itemsize).items(),
         ("INDEX64", int(needs_64_bits(geometry, layout, tile.box))),
         # A thread may have all of its registers: a tighter bound mostly gave the same code, and often spilled.
         ("MIN_BLOCKS", REGISTERS // (round_up(MAX_REGISTERS, 8) * tile.block)),
@@ -159,7 +160,7 @@ def plan_phase_gemm(
             geometry,
             layout,
             (tiles_d, tiles_h, tiles_w, tiles_c),
-            _x_vector(geometry, layout, work.itemsize) or _pairs(geometry, layout, tile, work.itemsize),
+            x_is_vector(geometry, layout, work.itemsize) or _pairs(geometry, layout, tile, work.itemsize),
             _out_vector(geometry, layout, work.itemsize),
         ),
         cost=compared * clocks(tile) * all_positions(geometry),
@@ -185,12 +186,12 @@ def _works(
     if reason := refuse_tensor_cores(dtype, precision, device) or refuse_steps(geometry):
         return {}, reason
     works = {}
-    reason = _refuse_taps(geometry)
+    reason = refuse_taps(geometry) or refuse_phases(geometry)
     if not reason:
         works[False] = _Work(geometry, dtype, precision, layout, device.compute_capability)
     if are_alike(geometry.kernel, geometry.stride, geometry.dilation):
         gemm = with_phases_as_channels(geometry)
-        if not _refuse_taps(gemm):
+        if not (refuse_taps(gemm) or refuse_phases(gemm)):
             works[True] = _Work(gemm, dtype, precision, layout, device.compute_capability, geometry)
     return works, None if works else reason
 
@@ -203,69 +204,21 @@ def _is_slower_split(geometry: Geometry, layout: Layout) -> bool:
     return geometry.rank > 1 and (has_stride or geometry.taps >= MANY_TAPS)
 
 
-def _refuse_taps(geometry: Geometry) -> str | None:
-    if geometry.kernel[2] > MAX_UNROLLED_TAPS:
-        return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
-    if geometry.stride[2] > MAX_STRIDE_W:
-        return f"holds at most {MAX_STRIDE_W} phases along W, got stride {geometry.stride[2]}"
-    return None
-
-
-def _x_vector(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
-    """Whether x may be copied four positions of a row at a time or, channels-last, some bytes of channels."""
-    if layout.x_channels_last:
-        return copied_bytes(layout.x, layout.x_aligned, geometry.c_in_per_group, geometry.groups, itemsize) > 0
-    whole = geometry.x_extent[2] % 4 == 0  # a view may end before the rows in memory do
-    return whole and layout.x_aligned and layout.x[4] == 1 and _others_divisible(layout.x, 4, 4)
-
-
-def copied_bytes(strides: tuple[int, ...], aligned: bool, channels: int, groups: int, itemsize: int) -> int:
-    """Return how many bytes of a channels-last position asynchronous copies may bring at a time: 16, 8, 4 or none.
-
-    Positions begin at multiples of it and, where there are several, so do groups of so many channels.
-    """
-    if not aligned or strides[1] != 1:
-        return 0
-    steps = (strides[0], *strides[2:], *((channels,) if groups > 1 else ()))
-    return next((count for count in (16, 8, 4) if not any(step * itemsize % count for step in steps)), 0)
-
-
-def copy_macros(copied: int, name: str = "COPY_BYTES") -> dict[str, int]:
-    """Return the macro that says how a channels-last array is copied, where it is not 16 bytes at a time."""
-    return {name: copied} if copied in (8, 4) else {}
-
-
-def _copy_macros(geometry: Geometry, layout: Layout, itemsize: int) -> dict[str, int]:
-    if not layout.x_channels_last:
-        return {}
-    return copy_macros(copied_bytes(layout.x, layout.x_aligned, geometry.c_in_per_group, geometry.groups, itemsize))
-
-
 def _pairs(geometry: Geometry, layout: Layout, tile: Tile, itemsize: int) -> int:
     """Return 2 where rows of x may be copied two positions of 16 bits at a time, and phases are channels, or 0."""
     rows = tile.phases_as_channels and itemsize == 2 and not layout.x_channels_last
     whole = geometry.x_extent[2] % 2 == 0 and layout.x_aligned and layout.x[4] == 1
-    return 2 if rows and whole and _others_divisible(layout.x, 4, 2) else 0
+    return 2 if rows and whole and others_divisible(layout.x, 4, 2) else 0
 
 
 def _out_vector(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
     """Whether the result may be written four channels at a time or, in rows of 16-bit numbers, two positions."""
     if layout.out_channels_last:
         groups_aligned = geometry.groups == 1 or geometry.c_out_per_group % 4 == 0
-        return layout.out_aligned and groups_aligned and layout.out[1] == 1 and _others_divisible(layout.out, 1, 4)
+        return layout.out_aligned and groups_aligned and layout.out[1] == 1 and others_divisible(layout.out, 1, 4)
     even_start = geometry.pad_before[2] % geometry.stride[2] % 2 == 0
-    even_rows = geometry.out_extent[2] % 2 == 0 and _others_divisible(layout.out, 4, 2)
+    even_rows = geometry.out_extent[2] % 2 == 0 and others_divisible(layout.out, 4, 2)
     return layout.out_aligned and itemsize == 2 and layout.out[4] == 1 and even_start and even_rows
-
-
-def _channels_stored(geometry: Geometry, layout: Layout, channels: int) -> bool:
-    """Whether so many channels of a channels-last result may be stored at once, none of which is beyond the last."""
-    whole = geometry.c_out_per_group % channels == 0 and _others_divisible(layout.out, 1, channels)
-    return layout.out_aligned and layout.out[1] == 1 and whole
-
-
-def _others_divisible(strides: tuple[int, ...], fastest: int, unit: int) -> bool:
-    return all(s % unit == 0 for axis, s in enumerate(strides) if axis != fastest)
 
 
 class _Work:

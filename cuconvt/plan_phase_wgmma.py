@@ -15,6 +15,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     INDEX_LIMIT,
+    PRECISION_CODES,
     Device,
     Layout,
     Plan,
@@ -26,22 +27,18 @@ from cuconvt.plan import (
     positions,
     positions_reached,
     problem_parameters,
+    refuse_phases,
     refuse_steps,
+    refuse_taps,
     refuse_tensor_cores,
     round_up,
     span,
 )
-from cuconvt.plan_phase_gemm import (
-    MAX_STRIDE_W,
-    MAX_UNROLLED_TAPS,
-    PRECISION_CODES,
-    _channels_stored,
-    _copy_macros,
-    _others_divisible,
-    _x_vector,
-)
+from cuconvt.plan_boxes import count_boxes, even_extent
+from cuconvt.plan_copies import channels_stored, others_divisible, x_copy_macros, x_is_vector
 from cuconvt.plan_rounds import AROUND, AROUND_OF_BOXED, AROUND_OF_SPLIT, takes_longest_first, taps_of_phases
 from cuconvt.plan_search import ROUNDINGS, cheapest_tile, of_tile, remembered
+from cuconvt.plan_views import batch_as_depth
 from cuconvt.tensor_map import MAX_BOX, STRIDE_BYTES, TensorMap, reads
 
 Ints = tuple[int, ...]
@@ -220,7 +217,7 @@ def plan_phase_wgmma(
     """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve."""
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal("phase_wgmma", reason)
-    geometry, layout = _batch_as_depth(geometry, layout)
+    geometry, layout = batch_as_depth(geometry, layout)
     work = Work(geometry, dtype, precision, layout)
     if tile is not None:
         cost = work.with_pairs().typical_cost(tile, device)
@@ -236,7 +233,7 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
     """Yield a plan for every tile that fits, among them the one that is proposed."""
     if _refuse(geometry, dtype, precision, device):
         return
-    geometry, layout = _batch_as_depth(geometry, layout)
+    geometry, layout = batch_as_depth(geometry, layout)
     work = Work(geometry, dtype, precision, layout)
     for tile in tiles(work):
         cost = work.with_pairs().typical_cost(tile, device)
@@ -267,7 +264,7 @@ def plan_tile(
         return Refusal("phase_wgmma", "no box of this tile fits into shared memory and reaches elements in 32 bits")
     held = device.multiprocessors * tile.min_blocks
     if tile.slides:
-        columns = _count(extents[1:], box.extent[1:]) * times
+        columns = count_boxes(extents[1:], box.extent[1:]) * times
         box = work.cut_along_d(tile, box, extents[0], columns, held)
     tiles = tuple(-(-q // b) for q, b in zip(extents, box.extent, strict=True))
     blocks = prod(tiles) * times
@@ -288,9 +285,9 @@ def plan_tile(
         "FIRST_PHASE_W": geometry.pad_before[2] % geometry.stride[2] if work.stores_runs(tile) else 0,
     }
     if not tile.boxed:
-        own |= _copy_macros(geometry, layout, work.shape.itemsize)
+        own |= x_copy_macros(geometry, layout, work.shape.itemsize)
     defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers_of(tile, work.parts))
-    grid = _grid(blocks, held, phases, geometry.groups * tiles_c if tile.resident else 1)
+    grid = grid_of(blocks, held, phases, geometry.groups * tiles_c if tile.resident else 1)
     around = AROUND_OF_SPLIT if work.parts == 2 else AROUND_OF_BOXED if dtype != "float32" and tile.boxed else AROUND
     # As the kernel decides, whose other phases keep their order.
     is_uneven = not tile.all_phases and any(geometry.kernel[axis] % geometry.stride[axis] for axis in range(2))
@@ -320,7 +317,7 @@ def plan_tile(
             geometry,
             layout,
             (*tiles, tiles_c),
-            _x_vector(geometry, layout, work.shape.itemsize),
+            x_is_vector(geometry, layout, work.shape.itemsize),
             PACKS_ITSELF if packs_itself else longest_first,
             work.box_parameters(tile, box, blocks),
             (planes.extent, planes.first),
@@ -394,20 +391,14 @@ def wgmma_defines(
         *((name, int(value)) for name, value in own.items()),
         ("X_CHANNELS_LAST", int(layout.x_channels_last)),
         ("OUT_CHANNELS_LAST", int(layout.out_channels_last)),
-        ("OUT_VECTOR", _channels_at_once(geometry, layout, itemsize)),
+        ("OUT_VECTOR", channels_stored(geometry, layout, itemsize)),
         ("MIN_BLOCKS", tile.min_blocks),
         ("WORKER_REGISTERS", registers[0]),
         ("STAGER_REGISTERS", registers[1]),
     )
 
 
-def _channels_at_once(geometry: Geometry, layout: Layout, itemsize: int) -> int:
-    """Return how many channels of a channels-last result may be written at a time."""
-    counts = ((8, 4) if itemsize == 2 else (4,)) if layout.out_channels_last else ()
-    return next((count for count in counts if _channels_stored(geometry, layout, count)), 1)
-
-
-def _grid(blocks: int, resident: int, phases: int, weights: int) -> int:
+def grid_of(blocks: int, resident: int, phases: int, weights: int) -> int:
     """Return how many blocks to launch, each of which takes one box after the other.
 
     Each should meet all phases in turn, since they differ in work, but always the same weights if they stay.
@@ -419,29 +410,12 @@ def _grid(blocks: int, resident: int, phases: int, weights: int) -> int:
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
-    if reason := refuse_tensor_cores(dtype, precision, device, wgmma=True):
-        return reason
-    if reason := refuse_steps(geometry):
-        return reason
-    if geometry.kernel[2] > MAX_UNROLLED_TAPS:
-        return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {geometry.kernel[2]}"
-    if geometry.stride[2] > MAX_STRIDE_W:
-        return f"holds at most {MAX_STRIDE_W} phases along W, got stride {geometry.stride[2]}"
-    return None
-
-
-def _batch_as_depth(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout]:
-    """Make the batch of a problem of one or two axes its D axis, so that a box may hold several small images."""
-    g = geometry
-    flat = (g.kernel[0], g.stride[0], g.dilation[0], g.pad_before[0], g.x_extent[0], g.out_extent[0])
-    if flat != (1, 1, 1, 0, 1, 1):
-        return geometry, layout
-    geometry = dataclasses.replace(
-        g, n=1, x_extent=(g.n, *g.x_extent[1:]), out_extent=(g.n, *g.out_extent[1:]), batched=True
+    return (
+        refuse_tensor_cores(dtype, precision, device, wgmma=True)
+        or refuse_steps(geometry)
+        or refuse_taps(geometry)
+        or refuse_phases(geometry)
     )
-    x, out = layout.x, layout.out
-    layout = dataclasses.replace(layout, x=(0, x[1], x[0], *x[3:]), out=(0, out[1], out[0], *out[3:]))
-    return geometry, layout
 
 
 class Planes(NamedTuple):
@@ -483,7 +457,7 @@ def _run(geometry: Geometry, layout: Layout, itemsize: int) -> int:
     Contiguous results whose extents differ by whole strides agree in it.
     """
     run = gcd(geometry.stride[2], 16 // itemsize) if layout.out_aligned and layout.out[4] == 1 else 1
-    while geometry.out_extent[2] % run or not _others_divisible(layout.out, 4, run):
+    while geometry.out_extent[2] % run or not others_divisible(layout.out, 4, run):
         run //= 2
     return run
 
@@ -534,7 +508,7 @@ class Work:
             3 if precision == "tf32x3" else 1,
             layout.x_channels_last,
             layout.out_channels_last,
-            dtype != "float32" and not layout.x_channels_last and _x_vector(g, layout, 2),
+            dtype != "float32" and not layout.x_channels_last and x_is_vector(g, layout, 2),
             tuple(int(p % st != 0) for p, st in zip(g.pad_before, g.stride, strict=True)),
             run,
             planes.step,
@@ -783,7 +757,7 @@ class Work:
                 most = ((rows - w - extra) // pitch + 1 - (d - 1) * reach_h) // d
                 if most < 1:
                     break
-                h = _even(extents[1], most)
+                h = even_extent(extents[1], most)
                 held = ((d - 1) * (h + reach_h) + h - 1) * pitch + w + extra
                 whole = (extents[0], h, w) if tile.slides else (d, h, w)
                 yield self._box(tile, whole, (0, 0), round_up(held, ROWS) - 1 - extra)
@@ -792,7 +766,7 @@ class Work:
         count = rows // ROWS
         for across in range(1, min(count, -(-extents[2] // 8)) + 1):
             for down in range(1, min(count // across, -(-extents[1] // 8)) + 1):
-                d = 1 if tile.slides else _even(extents[0], count // (across * down))
+                d = 1 if tile.slides else even_extent(extents[0], count // (across * down))
                 h, w = 8 * down, 8 * across
                 pitch = self.width(tile, w)
                 last = ((d - 1) * (h + reach_h) + h - 1) * pitch + w - 1
@@ -830,7 +804,7 @@ class Work:
 
     def cut_along_d(self, tile: Tile, box: Box, extent: int, columns: int, resident: int) -> Box:
         """Return the box with the extent along D that keeps so many blocks busy with few slices read twice."""
-        cuts = {_even(extent, -(-extent // parts)) for parts in range(1, min(extent, 64) + 1)}
+        cuts = {even_extent(extent, -(-extent // parts)) for parts in range(1, min(extent, 64) + 1)}
 
         def slices_of_the_busiest(d: int) -> int:
             return -(-columns * -(-extent // d) // resident) * self.depth(tile, box._replace(extent=(d, 1, 1)))
@@ -853,7 +827,7 @@ class Work:
         """Return the box, of all or of these, with the least time for so many positions."""
         boxes = self.boxes(tile, extents) if boxes is None else boxes
         fitting = (box for box in boxes if self.fits(tile, box, device))
-        return min(fitting, key=lambda box: self.clocks(tile, box) * _count(extents, box.extent), default=None)
+        return min(fitting, key=lambda box: self.clocks(tile, box) * count_boxes(extents, box.extent), default=None)
 
     def box_of_launch(
         self, tile: Tile, extents: Ints, times: int, device: Device, layout: Layout | None = None
@@ -869,11 +843,13 @@ class Work:
 
         held = device.multiprocessors * tile.min_blocks * tile.workers // tile.team
         best = self.best_box(tile, extents, device, filter(near, self.boxes(tile, extents)))
-        if best is None or tile.slides or times * _count(extents, best.extent) >= held:
+        if best is None or tile.slides or times * count_boxes(extents, best.extent) >= held:
             return best
         boxes = (box for rows in range(ROWS, tile.rows + 1, ROWS) for box in self.boxes(tile, extents, rows))
         fitting = (box for box in boxes if self.fits(tile, box, device) and near(box))
-        return min(fitting, key=lambda box: self.clocks(tile, box) * max(held, times * _count(extents, box.extent)))
+        return min(
+            fitting, key=lambda box: self.clocks(tile, box) * max(held, times * count_boxes(extents, box.extent))
+        )
 
     def box_parameters(self, tile: Tile, box: Box, blocks: int) -> Ints:
         """Return the part of ``struct Problem`` that describes a box."""
@@ -927,7 +903,7 @@ class Work:
             self.known_boxes[kind] = []
             for d, h, w in typical:
                 held = (d, h, w + more)
-                boxes = [(box, _count(held, box.extent)) for box in self.boxes(tile, held)]
+                boxes = [(box, count_boxes(held, box.extent)) for box in self.boxes(tile, held)]
                 self.known_boxes[kind].append(Boxes(held, d * h * w, boxes))
         return self.known_boxes[kind]
 
@@ -1091,25 +1067,14 @@ class Work:
 @functools.lru_cache(maxsize=1024)
 def _few(extent: int) -> list[int]:
     """Return some ways to cut an axis: box extents that leave little of the last box empty."""
-    return sorted({_even(extent, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)})
+    return sorted({even_extent(extent, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)})
 
 
 @functools.lru_cache(maxsize=1024)
 def _widths(extent: int, most: int) -> list[int]:
     """Return box extents along W, the widest first: rows should be long, but many rows make a compact box."""
-    widths = [_even(extent, min(most, width)) for width in (extent, 128, 96, 64, 48, 33, 24, 16, 12, 8)]
+    widths = [even_extent(extent, min(most, width)) for width in (extent, 128, 96, 64, 48, 33, 24, 16, 12, 8)]
     return list(dict.fromkeys(width for width in widths if width > 0))
-
-
-def _even(extent: int, most: int) -> int:
-    """Return the least box extent that cuts an axis into no more boxes than `most` does."""
-    if most < 1:
-        return 0
-    return -(-extent // -(-extent // min(most, extent)))
-
-
-def _count(extents: Ints, box: Ints) -> int:
-    return prod(-(-q // b) for q, b in zip(extents, box, strict=True))
 
 
 @remembered(Tile)

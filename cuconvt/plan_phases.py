@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 from cuconvt.geometry import Geometry, triple
 from cuconvt.phases import are_alike
-from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, axis_macros, with_phases_as_channels
+from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, axis_macros
 from cuconvt.plan_correlate_turning import with_copy_of_y
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS, Array, channels_last
+from cuconvt.plan_views import with_phases_as_channels
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES
 from cuconvt.plan_weight_gradient_tma import plan_images
 from cuconvt.tensor_map import ITEMSIZES, STRIDE_BYTES, reads

@@ -7,7 +7,6 @@ from functools import cached_property
 from math import gcd, hypot
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Ints
 from cuconvt.plan_correlate import staged_axis
 
 MOST_COLUMNS = 32  # of a thread
@@ -165,9 +164,3 @@ def spent_ahead(row: Row, rows: int) -> int:
     """Estimate the registers that fetching ahead costs beyond what it fetches: columns are widened ahead as well."""
     columns = (rows - 1) * row.columns[0] * max(1, row.itemsize // 4)
     return 16 + (columns if row.shared and row.itemsize == 2 else columns // 2)
-
-
-def whole_pieces(strides: Ints, extents: Ints, aligned: bool, elements: int) -> bool:
-    """Return whether all rows of an array (strides and extents of N, channels, D, H, W) are whole aligned pieces."""
-    others = (stride for stride, extent in zip(strides[:4], extents[:4], strict=True) if extent > 1)
-    return aligned and strides[4] == 1 and extents[4] % elements == 0 and all(s % elements == 0 for s in others)

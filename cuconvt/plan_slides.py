@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout
-from cuconvt.plan_few_channels import _constant_stride
-from cuconvt.plan_rows import POSITIONS, Row, whole_pieces
+from cuconvt.plan_copies import constant_stride, whole_pieces
+from cuconvt.plan_rows import POSITIONS, Row
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WorkOnSlides(ABC, Generic[AnyTile]):
         self.geometry, self.layout, self.device = g, layout, device
         self.itemsize = {"float64": 8, "float32": 4}.get(dtype, 2)
         self.words = 2 if dtype == "float64" else 1  # registers of an accumulator
-        self.y_stride_w = _constant_stride(layout.out, layout.out_channels_last, g.c_out)
+        self.y_stride_w = constant_stride(layout.out, layout.out_channels_last, g.c_out)
         self.depth = (g.kernel[0] - 1) * g.dilation[0] // g.stride[0] + 1
         self.planes = min(g.kernel[0], g.stride[0] // gcd(g.stride[0], g.dilation[0]))  # of y that a step reads
 

@@ -11,6 +11,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
+    PRECISION_CODES,
     Device,
     Ints,
     Layout,
@@ -22,18 +23,19 @@ from cuconvt.plan import (
     needs_64_bits,
     positions,
     problem_parameters,
+    refuse_phases,
     refuse_steps,
+    refuse_taps,
     refuse_tensor_cores,
     round_up,
 )
-from cuconvt.plan_few_channels import FEW, _batch_as_axis
-from cuconvt.plan_phase_gemm import PRECISION_CODES, _others_divisible, copied_bytes
+from cuconvt.plan_copies import copied_bytes, others_divisible
+from cuconvt.plan_few_channels import FEW
 from cuconvt.plan_search import remembered
+from cuconvt.plan_views import batch_as_axis
 
 LEAST_IN = 16  # channels of a group
 MOST_COLUMNS = 512
-MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
-MAX_STRIDE_W = 16  # phases whose sums a thread can hold
 K_BLOCK = 16  # input channels of a step
 FOUR = 4  # positions along W that stay together
 WARP_POSITIONS = 32
@@ -65,7 +67,7 @@ COLUMN, OUTPUT, SUM_ALONE = 0.34, 48, 1.2
 POWER = 2.4
 # The other kernels' estimates are as much more optimistic, by rank: of 39 layers in each precision and layout.
 COMPARED = {1: 0.6, 2: 0.35, 3: 0.75}
-# A typical problem, by rank: N and the extents of x along D, H and W, of which one may be the batch (`_batch_as_axis`).
+# A typical problem, by rank: N and the extents of x along D, H and W, of which one may be the batch (`batch_as_axis`).
 TYPICAL = {1: (1, (16, 1, 2048)), 2: (1, (128, 8, 128)), 3: (2, (48, 48, 48))}
 
 
@@ -93,7 +95,7 @@ def plan_tap_columns(
     """Propose the tile with the least estimated time, or a given one, or say why the kernel does not serve."""
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal("tap_columns", reason)
-    g, layout = _batch_as_axis(geometry, layout)
+    g, layout = batch_as_axis(geometry, layout)
     work = Work.of_problem(g, dtype, precision, device)
     found = choose_tile(work, device) if tile is None else (tile, work.typical_clocks(tile, device))
     if found is None:
@@ -147,7 +149,7 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
     """Yield a plan for every tile that fits, among them the one that is proposed."""
     if _refuse(geometry, dtype, precision, device):
         return
-    turned, _ = _batch_as_axis(geometry, layout)
+    turned, _ = batch_as_axis(geometry, layout)
     for tile in tiles(Work.of_problem(turned, dtype, precision, device), device):
         plan = plan_tap_columns(geometry, dtype, layout, precision, device, tile)
         if isinstance(plan, Plan):
@@ -166,13 +168,7 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
         return "serves kernels of several taps"
     if g.taps * c_out > MOST_COLUMNS:
         return f"holds at most {MOST_COLUMNS} taps x output channels, got {g.taps * c_out}"
-    if g.kernel[2] > MAX_UNROLLED_TAPS:
-        return f"unrolls at most {MAX_UNROLLED_TAPS} taps along W, got {g.kernel[2]}"
-    if reason := _refuse_beyond(g):
-        return reason
-    if g.stride[2] > MAX_STRIDE_W:
-        return f"holds at most {MAX_STRIDE_W} phases along W, got stride {g.stride[2]}"
-    return None
+    return refuse_taps(g) or _refuse_beyond(g) or refuse_phases(g)
 
 
 def _refuse_beyond(geometry: Geometry) -> str | None:
@@ -192,7 +188,7 @@ def _reads_four(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
     if layout.x_channels_last:
         copied = copied_bytes(layout.x, layout.x_aligned, g.c_in_per_group, g.groups, itemsize)
         return copied >= 4 * itemsize and g.c_in_per_group % 4 == 0
-    aligned = layout.x_aligned and layout.x[4] == 1 and _others_divisible(layout.x, 4, 4)
+    aligned = layout.x_aligned and layout.x[4] == 1 and others_divisible(layout.x, 4, 4)
     return aligned and g.x_extent[2] % 4 == 0  # a view may end before the rows in memory do
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import MAX_GRID, Device, Ints
-from cuconvt.plan_phase_wgmma import _count, _even
+from cuconvt.plan_boxes import count_boxes, even_extent
 from cuconvt.plan_search import cheapest_tile
 
 PIECE_BYTES = 16
@@ -80,9 +80,9 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
     def boxes(self, extents: Ints) -> Iterator[Ints]:
         """Yield boxes for so many positions along D, H, W: of whole runs, and an even number of them."""
         runs = -(-extents[2] // self.piece)
-        for w in sorted({_even(runs, most) for most in (1, 2, 4, 8, 16)}):
-            for h in sorted({_even(extents[1], most) for most in (1, 2, 4, 8, 16)}):
-                for d in sorted({_even(extents[0], most) for most in (1, 2, 4, 8)}):
+        for w in sorted({even_extent(runs, most) for most in (1, 2, 4, 8, 16)}):
+            for h in sorted({even_extent(extents[1], most) for most in (1, 2, 4, 8, 16)}):
+                for d in sorted({even_extent(extents[0], most) for most in (1, 2, 4, 8)}):
                     if d * h * w <= self.max_runs:
                         of_d, of_h, of_w = self.evened((d, h, w), extents) if d * h * w % 2 else (d, h, w)
                         yield of_d, of_h, self.piece * of_w
@@ -104,14 +104,14 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
 
     def parts(self, tile: AnyTile, box: Ints, geometry: Geometry, device: Device) -> list[int]:
         """Return into how many parts the positions may be cut: as many as some rounds of blocks take, or one."""
-        tiles, boxes = self.tiles_of_weights(tile), geometry.n * _count(geometry.x_extent, box)
+        tiles, boxes = self.tiles_of_weights(tile), geometry.n * count_boxes(geometry.x_extent, box)
         most = min(boxes, MAX_WORKSPACE_BYTES // (4 * tiles * tile.values), MAX_GRID // tiles)
         held = tile.min_blocks * device.multiprocessors
         return sorted({max(1, min(most, rounds * held // tiles)) for rounds in range(WAVES + 1)})
 
     def time(self, tile: AnyTile, box: Ints, parts: int, geometry: Geometry, device: Device) -> float:
         """Estimate the clocks of a launch, and of the second pass."""
-        tiles, boxes = self.tiles_of_weights(tile), geometry.n * _count(geometry.x_extent, box)
+        tiles, boxes = self.tiles_of_weights(tile), geometry.n * count_boxes(geometry.x_extent, box)
         rounds = -(-parts * tiles // (tile.min_blocks * device.multiprocessors))
         of_block = (-(-boxes // parts) + self.boxes_around) * self.clocks_of_launch(tile, box)
         clocks = rounds * tile.min_blocks * of_block
@@ -126,7 +126,7 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
         """The boxes for each of the typical extents, which all tiles have in common."""
         rank = self.shape.rank
         every = (tuple(n if axis >= 3 - rank else 64 for axis in range(3)) for n in TYPICAL_EXTENTS[rank])
-        return [Boxes(extents, [(box, _count(extents, box)) for box in self.boxes(extents)]) for extents in every]
+        return [Boxes(extents, [(box, count_boxes(extents, box)) for box in self.boxes(extents)]) for extents in every]
 
     def fitting_boxes(self, tile: AnyTile, device: Device) -> list[Boxes] | None:
         """Return those of them that fit, or None where none does."""

@@ -26,9 +26,10 @@ from cuconvt.plan import (
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_few_channels import refuse_channels
 from cuconvt.plan_correlate_gemm import with_margin
-from cuconvt.plan_few_channels import FEW, _batch_as_axis
+from cuconvt.plan_few_channels import FEW
 from cuconvt.plan_rows import BYTES_A_CLOCK, LANES, Step, spent_ahead, spent_on_window
 from cuconvt.plan_slides import SlideTile, WorkOnSlides
+from cuconvt.plan_views import batch_as_axis
 
 THREADS = 128
 WARPS = THREADS // LANES
@@ -62,7 +63,7 @@ def plan_weight_gradient_few_channels(
     name = "weight_gradient_few_channels"
     if reason := refuse_channels(geometry):
         return Refusal(name, reason)
-    geometry, layout = _batch_as_axis(geometry, layout)
+    geometry, layout = batch_as_axis(geometry, layout)
     g = geometry
     work = _Work(g, dtype, layout, device)
     tile = tile or min(work.tiles(), key=work.clocks_of_tile, default=None)

@@ -12,6 +12,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
+    PRECISION_CODES,
     Device,
     Ints,
     Layout,
@@ -25,9 +26,9 @@ from cuconvt.plan import (
     round_up,
 )
 from cuconvt.plan import problem_parameters as parameters
+from cuconvt.plan_copies import copied_bytes, copy_macros
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
-from cuconvt.plan_phase_gemm import PRECISION_CODES, copied_bytes, copy_macros
 from cuconvt.plan_search import of_tile, remembered
 
 ROW = 8  # positions along W that stay together

@@ -16,6 +16,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
+    PRECISION_CODES,
     Device,
     Ints,
     Layout,
@@ -29,10 +30,10 @@ from cuconvt.plan import (
     refuse_steps,
     refuse_tensor_cores,
 )
+from cuconvt.plan_boxes import even_extent
 from cuconvt.plan_correlate_gemm import PARTITIONS, REGISTERS, with_margin
-from cuconvt.plan_phase_gemm import PRECISION_CODES
-from cuconvt.plan_phase_wgmma import _batch_as_depth, _even
 from cuconvt.plan_search import remembered
+from cuconvt.plan_views import batch_as_depth
 
 CHANNELS = 8  # of x and of y, of a block
 MAX_WARPS = 12
@@ -122,7 +123,7 @@ def plan_weight_gradient_narrow(
     name = "weight_gradient_narrow"
     if reason := _refuse(geometry, dtype, layout, precision, device):
         return Refusal(name, reason)
-    geometry, layout = _batch_as_depth(geometry, layout)
+    geometry, layout = batch_as_depth(geometry, layout)
     g, work = geometry, Work.of(geometry, dtype, precision)
     found = choose_tile(work, device) if tile is None else (tile, work.typical_cost(tile, device) or 0.0)
     if found is None:
@@ -350,7 +351,9 @@ class Work:
         held = device.multiprocessors * tile.min_blocks
         best: tuple[float, tuple[int, int, int]] | None = None
         extents = (cells[0], -(-cells[1] // tile.cells_h), -(-cells[2] // self.chunk))
-        cuts = (sorted({_even(extent, most) for most in mosts}) for extent, mosts in zip(extents, BOXES, strict=True))
+        cuts = (
+            sorted({even_extent(extent, most) for most in mosts}) for extent, mosts in zip(extents, BOXES, strict=True)
+        )
         for depth, height, chunks in itertools.product(*cuts):
             box = (depth, height * tile.cells_h, chunks)
             if self.shared_bytes(tile, box, cells, memory) > room:

@@ -14,6 +14,7 @@ from cuconvt.geometry import Geometry, triple
 from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
+    PRECISION_CODES,
     Device,
     Ints,
     Layout,
@@ -24,14 +25,12 @@ from cuconvt.plan import (
     refuse_steps,
     refuse_tensor_cores,
     round_up,
-    taps_follow_each_other,
-    with_taps_as_channels,
 )
-from cuconvt.plan_phase_gemm import PRECISION_CODES
-from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
+from cuconvt.plan_boxes import count_boxes
 from cuconvt.plan_search import ROUNDINGS, of_tile, remembered, step_of_size
 from cuconvt.plan_single import without_taps
 from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS, Array, channels_last, turn_of
+from cuconvt.plan_views import batch_as_depth, taps_follow_each_other, with_taps_as_channels
 from cuconvt.plan_weight_gradient import SUM_THREADS
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
@@ -349,7 +348,7 @@ def plan_images(
     """
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal(NAME, reason)
-    geometry, layout = _batch_as_depth(geometry, layout)
+    geometry, layout = batch_as_depth(geometry, layout)
     sides = Sides.of(geometry, layout, PARTS[precision or "tf32x3"] if dtype == "float32" else 0)
     sides = sides._replace(phases=phases)
     g, itemsize = sides.geometry, sides.itemsize
@@ -599,7 +598,7 @@ class Work(WorkOnBoxes[Tile]):
 
     def workspace_bytes(self, tile: Tile, n: int, extents: Ints, launch: Launch) -> int:
         """Return what a launch's sums, and prepared x, take."""
-        x_bytes = self.prepared_bytes(tile, n * _count(extents, launch.box), prod(launch.box))
+        x_bytes = self.prepared_bytes(tile, n * count_boxes(extents, launch.box), prod(launch.box))
         return 4 * tile.values * launch.share.slots + x_bytes
 
     def room(self, tile: Tile, device: Device) -> int:
@@ -633,7 +632,7 @@ class Work(WorkOnBoxes[Tile]):
             return TensorMap.of(dtype, *sides.x, box, (1, 1, 1)), y
         # Of each tile's channels all boxes, which are rows that follow each other.
         row_bytes, of_box = 4 * PLAIN_ROW, self.prepared_bytes_of_box(tile, prod(box))
-        boxes = sides.geometry.n * _count(sides.geometry.x_extent, box)
+        boxes = sides.geometry.n * count_boxes(sides.geometry.x_extent, box)
         extents = PLAIN_ROW, of_box // row_bytes, 1, boxes, self.prepared_tiles(tile)
         strides = row_bytes, of_box, of_box, boxes * of_box
         return TensorMap("float32", extents, strides, (extents[1], 1, 1), (1, 1, 1), PLAIN_ROW), y
@@ -676,7 +675,7 @@ class Work(WorkOnBoxes[Tile]):
         halo = self.halo(tile)
         if (halo, extents) not in self.known_boxes:
             boxes = [
-                CopiedBox(box, _count(extents, box), prod(box), prod(self.y_box(tile, box)))
+                CopiedBox(box, count_boxes(extents, box), prod(box), prod(self.y_box(tile, box)))
                 for box in (*self.boxes(extents), *self.boxes_of_whole_rows(tile, extents))
                 if self.is_copied(tile, box)
             ]

@@ -23,9 +23,10 @@ from cuconvt.plan import (
     problem_parameters,
     refuse_steps,
 )
+from cuconvt.plan_boxes import count_boxes
 from cuconvt.plan_correlate import reads_need_64_bits, staged_axis
-from cuconvt.plan_phase_wgmma import _batch_as_depth, _count
 from cuconvt.plan_search import of_tile, remembered
+from cuconvt.plan_views import batch_as_depth
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
     FEW_PARTS,
@@ -191,7 +192,7 @@ def plan_weight_gradient_wgmma(
     name = "weight_gradient_wgmma"
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal(name, reason)
-    geometry, layout = _batch_as_depth(geometry, layout)
+    geometry, layout = batch_as_depth(geometry, layout)
     index64 = reads_need_64_bits(geometry, layout, LARGEST_BOX)
     work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype], index64))
     if tile is None:
@@ -204,7 +205,7 @@ def plan_weight_gradient_wgmma(
         return Refusal(name, f"no box with what its taps reach fits into {device.shared_bytes} bytes of shared memory")
     tiles = work.tiles_of_weights(tile)
     choice = work.best_box(tile, geometry, device) if tiles <= MAX_GRID else None
-    if choice is None or geometry.n * _count(geometry.x_extent, choice[0]) >= 2**31:
+    if choice is None or geometry.n * count_boxes(geometry.x_extent, choice[0]) >= 2**31:
         return Refusal(name, f"{tiles} tiles, or their boxes, are more than it counts")
     box, parts = choice
     boxes = tuple(-(-x // b) for x, b in zip(geometry.x_extent, box, strict=True))

@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 from cupy.cuda.memory import OutOfMemoryError
 
-from cuconvt.backends import _in_3d
+from cuconvt.backends import in_3d
 from cuconvt.bench.floats import rounded, widened
 from cuconvt.bench.measure import LAUNCH_ERRORS, poisoned
 from cuconvt.bench.reference import Patch, compare
@@ -89,8 +89,8 @@ def _enter(problem: Problem, limit: int, device: Device) -> Entry | Outcome:
 def _allocate(problem: Problem) -> Arrays:
     """Allocate what a call of the library would see, without meaningful values."""
     case, dtype = problem.case, problem.precision.dtype
-    x, out = (_in_3d(poisoned(shape, dtype, problem.layout), case.rank) for shape in (case.x, case.out))
-    weight = _in_3d(poisoned(case.weight, dtype, "NCDHW"), case.rank)
+    x, out = (in_3d(poisoned(shape, dtype, problem.layout), case.rank) for shape in (case.x, case.out))
+    weight = in_3d(poisoned(case.weight, dtype, "NCDHW"), case.rank)
     return Arrays(x, weight, poisoned((case.c_out,), dtype, "NCDHW") if case.bias else None, out)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from cuconvt.bench.cases import Case, Precision
-from cuconvt.bench.report import _aligned
+from cuconvt.bench.report import in_columns
 from cuconvt.bench.result import Times
 from cuconvt.plan import Plan
 from cuconvt.tuned import Choice, sources_digest
@@ -106,7 +106,7 @@ def table(outcome: Outcome) -> str:
             )
         )
     # The last column is long and of ragged width.
-    aligned = _aligned([row[:-1] for row in rows], _LEFT)
+    aligned = in_columns([row[:-1] for row in rows], _LEFT)
     lines = [f"{line}  {row[-1]}" for line, row in zip(aligned, rows, strict=True)]
     right = outcome.tried - len(outcome.failed)
     lines = [f"{outcome.problem}: {outcome.tried} candidates, {right} of them right", *lines]

@@ -27,7 +27,7 @@ from cuconvt import (
     plan_tap_columns,
 )
 from cuconvt.choices import planners_digest
-from cuconvt.compile import _digest, _sources, cache_folder, replace_file
+from cuconvt.compile import cache_folder, digest_of, replace_file, sources_of
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal, best_of, show
 
@@ -128,14 +128,14 @@ def key_of(geometry: Geometry, dtype: str, layout: Layout, precision: str | None
     problem = replace(geometry, batched=True)  # the same kernels run without a batch axis
     places = replace(layout, weight=(), weight_group=None, weight_first=0)  # no tile depends on how the weight lies
     parts = [asdict(problem), dtype, asdict(places), precision, asdict(device), sources_digest()]
-    return _digest(json.dumps(parts).encode())
+    return digest_of(json.dumps(parts).encode())
 
 
 @functools.cache
 def sources_digest() -> str:
     """Return a digest of everything that gives a tile its meaning and its time: kernels, headers and planners."""
-    parts = [_sources(f"{kernel}.cu") for kernel in FAMILIES], planners_digest()
-    return _digest(repr(parts).encode())
+    parts = [sources_of(f"{kernel}.cu") for kernel in FAMILIES], planners_digest()
+    return digest_of(repr(parts).encode())
 
 
 @functools.cache

@@ -94,7 +94,7 @@ def plan_with(number: int, groups: int = 1, boxed: bool = False, split: bool = F
     def plan(
         family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
     ) -> Plan:
-        turned, turned_layout = narrow._batch_as_depth(geometry, layout)
+        turned, turned_layout = narrow.batch_as_depth(geometry, layout)
         every_tile = fitting_tiles(narrow.Work.of_problem(turned, dtype, precision, turned_layout), device)
         kind = groups, boxed, split
         tiles = [tile for tile in every_tile if (tile.groups, tile.boxed, tile.split) == kind] or every_tile

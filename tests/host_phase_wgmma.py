@@ -276,7 +276,7 @@ def serves(tile: Tile, spec: Specialisation, dtype: str, precision: str | None) 
 def plan_tile(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile
 ) -> Plan | Refusal:
-    geometry, layout = wgmma._batch_as_depth(geometry, layout)
+    geometry, layout = wgmma.batch_as_depth(geometry, layout)
     # The result of a call without `out` has the layout of x.
     last = layout.out_channels_last
     if tile.slides and wgmma._reached_planes(geometry, layout)[0].dilation[0] > 1:

@@ -14,8 +14,8 @@ from test_plan import problem_of
 from cuconvt import plan_tap_columns as tap_columns
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan
-from cuconvt.plan_few_channels import _batch_as_axis
 from cuconvt.plan_tap_columns import Tile, Work
+from cuconvt.plan_views import batch_as_axis
 
 BUDGET = 0.3  # an mma of 32 threads takes longer than its products
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
@@ -92,7 +92,7 @@ def plan_with(number: int) -> Callable[..., Plan]:
     def plan(
         family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
     ) -> Plan:
-        g, _ = _batch_as_axis(geometry, layout)
+        g, _ = batch_as_axis(geometry, layout)
         every_tile = list(tap_columns.tiles(Work.of_problem(g, dtype, precision, device), device))
         tile = every_tile[number % len(every_tile)]
         return plan_tile(tile)(family, geometry, dtype, layout, precision, device)

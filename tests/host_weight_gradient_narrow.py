@@ -16,7 +16,7 @@ from cuconvt import plan as planning
 from cuconvt import plan_weight_gradient_narrow as narrow
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan
-from cuconvt.plan_phase_wgmma import _batch_as_depth
+from cuconvt.plan_views import batch_as_depth
 
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
 LONGEST = {1: (200,), 2: (9, 36), 3: (4, 6, 20)}
@@ -98,7 +98,7 @@ def draw_tile(
     problem = case((2, 1, *(9,) * rank), 1, spec.kernel, spec.stride, padding, dilation=spec.dilation)
     geometry = geometry_of(problem)
     layout = Layout(x=(1,) * 5, weight=(1,) * 5, bias=None, out=(1,) * 5)
-    work = narrow.Work.of(_batch_as_depth(geometry, layout)[0], dtype, precision)
+    work = narrow.Work.of(batch_as_depth(geometry, layout)[0], dtype, precision)
     kinds: dict[Any, list[narrow.Tile]] = {}
     wasteful = narrow.Memory((work.unit - 1,) * 3, False)
     for tile in narrow.tiles(work, device):

@@ -132,7 +132,7 @@ def work_of(spec: Specialisation, precision: str | None) -> tma.Work:
         out_layout=spec.out_layouts[0],
     )
     parts = tma.PARTS[precision] if precision else 0
-    sides = tma.Sides.of(*tma._batch_as_depth(geometry_of(problem), layout_for(problem)), parts)
+    sides = tma.Sides.of(*tma.batch_as_depth(geometry_of(problem), layout_for(problem)), parts)
     return tma.Work(tma.Shape.of(sides))
 
 

@@ -60,7 +60,7 @@ def entry(arch: str = "sm_90", defines: compiler.Defines = QUICK) -> str:
 
 
 def sound(file: Path) -> bool:
-    return file.read_bytes()[:4] == b"\x7fELF" and file.stem == compiler._digest(file.read_bytes())
+    return file.read_bytes()[:4] == b"\x7fELF" and file.stem == compiler.digest_of(file.read_bytes())
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ compiler.nvrtc_version()
 print("ready", flush=True)
 sys.stdin.readline()
 file = compiler.cached_file("gather.cu", "sm_90", {QUICK})
-print(file, file.stem == compiler._digest(file.read_bytes()))
+print(file, file.stem == compiler.digest_of(file.read_bytes()))
 """
     processes = [
         subprocess.Popen(

@@ -429,7 +429,7 @@ def split(request: pytest.FixtureRequest) -> Iterator[None]:
     from cuconvt import plan_phase_wgmma as wgmma
 
     def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
-        as_read, of_it = wgmma._batch_as_depth(geometry, layout)
+        as_read, of_it = wgmma.batch_as_depth(geometry, layout)
         every = list(wgmma.tiles(wgmma.Work(as_read, dtype, precision, of_it)))
         for tile in random.Random(request.param).sample(every, len(every)):
             found = wgmma.plan_phase_wgmma(geometry, dtype, layout, precision, device, tile)

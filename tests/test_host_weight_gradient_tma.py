@@ -26,6 +26,7 @@ import cuconvt
 from cuconvt import plan_weight_gradient_tma as planner
 from cuconvt.plan import Device, Plan, Refusal
 from cuconvt.plan_turn import TURN_FIELDS
+from cuconvt.plan_views import batch_as_depth
 from cuconvt.plan_weight_gradient_tma import (
     COPIER_REGISTERS,
     FEW_PARTS,
@@ -37,7 +38,6 @@ from cuconvt.plan_weight_gradient_tma import (
     Sides,
     Tile,
     Work,
-    _batch_as_depth,
     choose_tile,
     plan_weight_gradient_tma,
     tiles,
@@ -202,7 +202,7 @@ def test_taps_along_w_are_channels(name: str) -> None:
 def test_taps_along_w_are_channels_only_where_they_follow_each_other() -> None:
     def fold(*problem: Any, last: bool = True, **fields: Any) -> int:
         geometry = geometry_of(case(*problem, **fields))
-        sides = Sides.of(*_batch_as_depth(geometry, layout_of(geometry, last))).folded()
+        sides = Sides.of(*batch_as_depth(geometry, layout_of(geometry, last))).folded()
         return 1 if sides is None else sides.fold
 
     x = (2, 64, 6, 8, 8)
@@ -646,7 +646,7 @@ def test_registers_of_all_warps_are_those_that_a_block_starts_with() -> None:
 
 
 def work_of(problem: Problem, last: bool) -> Work:
-    sides = Sides.of(*_batch_as_depth(geometry_of(problem), layout_of(geometry_of(problem), last)))
+    sides = Sides.of(*batch_as_depth(geometry_of(problem), layout_of(geometry_of(problem), last)))
     return Work(Shape.of(sides))
 
 

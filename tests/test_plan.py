@@ -21,20 +21,12 @@ from cuconvt.geometry import Geometry, make_geometry
 from cuconvt.phases import axis_phases
 from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan, positions, round_up
 from cuconvt.plan_disjoint import plan_disjoint
-from cuconvt.plan_few_channels import _batch_as_axis, plan_few_channels
+from cuconvt.plan_few_channels import plan_few_channels
 from cuconvt.plan_gather import plan_gather
 from cuconvt.plan_narrow_groups import plan_narrow_groups
 from cuconvt.plan_phase_gemm import candidates as phase_gemm_candidates
-from cuconvt.plan_phase_wgmma import (
-    Planes,
-    Work,
-    _batch_as_depth,
-    _reached_planes,
-    candidates,
-    choose_tile,
-    plan_phase_wgmma,
-    tiles,
-)
+from cuconvt.plan_phase_wgmma import Planes, Work, _reached_planes, candidates, choose_tile, plan_phase_wgmma, tiles
+from cuconvt.plan_views import batch_as_axis, batch_as_depth
 
 Ints = tuple[int, ...]
 Kind = tuple[str, str | None]
@@ -74,10 +66,10 @@ def values(plan: Plan, name: str) -> Ints:
 def seen_by(plan: Plan, geometry: Geometry) -> Geometry:
     """Return the geometry with its axes as the kernel has them: some turn those of 1-D and 2-D problems."""
     turns = {
-        "few_channels": _batch_as_axis,
-        "narrow_groups": _batch_as_depth,
-        "phase_wgmma": _batch_as_depth,
-        "tap_columns": _batch_as_axis,
+        "few_channels": batch_as_axis,
+        "narrow_groups": batch_as_depth,
+        "phase_wgmma": batch_as_depth,
+        "tap_columns": batch_as_axis,
     }
     if plan.kernel not in turns:
         return geometry

@@ -12,7 +12,7 @@ from gradients import gradient_of
 from strategies import DTYPES, OUT_LAYOUTS, Problem, case, place
 
 from cuconvt import cpu
-from cuconvt.backends import _in_3d
+from cuconvt.backends import in_3d
 from cuconvt.plan import Layout
 from cuconvt.plan_single import without_steps, without_taps
 
@@ -36,7 +36,7 @@ def test_it_is_the_same_problem(name: str, out_layout: str) -> None:
     x, values, bias = problem.arrays(DTYPES["float64"])
     weight, weight_buffer = place(values, problem.rank, problem.weight_layout)
     out, out_buffer = place(np.full(problem.out_shape, np.nan), problem.rank, out_layout)
-    x3, weight3, out3 = (_in_3d(array, problem.rank) for array in (x, weight, out))
+    x3, weight3, out3 = (in_3d(array, problem.rank) for array in (x, weight, out))
     expected = np.empty(out3.shape)
     cpu.conv_transpose(x3, weight3, bias, geometry_of(problem), expected)
 
@@ -64,7 +64,7 @@ def test_taps_are_channels_of_the_same_weights(name: str, last: bool) -> None:
         memory = np.ascontiguousarray(np.moveaxis(y, 1, -1))
         y = np.moveaxis(memory, -1, 1)
     out, got = np.full((2, *problem.weight_shape), np.nan)
-    x3, y3, out3, got3 = (_in_3d(array, problem.rank) for array in (x, y, out, got))
+    x3, y3, out3, got3 = (in_3d(array, problem.rank) for array in (x, y, out, got))
     cpu.weight_gradient(x3, y3, geometry_of(problem), out3)
 
     geometry, layout = without_taps(geometry_of(problem), Layout.of(x3, got3, None, y3))

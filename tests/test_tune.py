@@ -192,9 +192,11 @@ def test_the_key_changes_with_everything_that_a_plan_depends_on(monkeypatch: pyt
 def test_a_new_version_of_a_kernel_or_planner_is_noticed(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sources_digest.__wrapped__()
     assert sources_digest.__wrapped__() == before
-    sources, text = tuned._sources, choices._text
+    sources, text = tuned.sources_of, choices._text
     monkeypatch.setattr(
-        tuned, "_sources", lambda source: {name: old + " " * (name == changed) for name, old in sources(source).items()}
+        tuned,
+        "sources_of",
+        lambda source: {name: old + " " * (name == changed) for name, old in sources(source).items()},
     )
     monkeypatch.setattr(choices, "_text", lambda file: text(file) + b" " * (file.name == changed))
     monkeypatch.setattr(tuned, "planners_digest", choices.planners_digest.__wrapped__)

@@ -16,7 +16,7 @@ from strategies import DTYPES, Problem, case, place, problems
 from test_host_faults import VALUES, plant
 
 from cuconvt import cpu
-from cuconvt.backends import _in_3d
+from cuconvt.backends import in_3d
 from cuconvt.geometry import make_geometry, normalise
 from cuconvt.plan import Layout, make_plan, weight_strides
 from cuconvt.plan_turned import turned
@@ -46,7 +46,7 @@ def test_it_is_the_transposed_convolution_of_the_turned_weight(problem: Problem)
     y = gradient_of(problem, DTYPES["float64"])
     values = problem.arrays(DTYPES["float64"])[1]
     weight, buffer = place(values, problem.rank, problem.weight_layout)
-    x3, weight3, y3 = (_in_3d(array, problem.rank) for array in (np.empty(problem.x_shape), weight, y))
+    x3, weight3, y3 = (in_3d(array, problem.rank) for array in (np.empty(problem.x_shape), weight, y))
 
     found = turned(geometry, Layout.of(x3, weight3, None, y3))
     assert found is not None

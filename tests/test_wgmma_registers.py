@@ -174,15 +174,15 @@ def test_registers_of_correlate_disjoint_are_left_alone(dtype: str, precision: s
 def test_words_that_are_loaded_again_are_caught(
     monkeypatch: pytest.MonkeyPatch, dtype: str, before: str, after: str
 ) -> None:
-    sources = plant(dict(compiler._sources("weight_gradient_wgmma.cu")), before, after)
-    monkeypatch.setattr(compiler, "_sources", lambda _: sources)
+    sources = plant(dict(compiler.sources_of("weight_gradient_wgmma.cu")), before, after)
+    monkeypatch.setattr(compiler, "sources_of", lambda _: sources)
     assert written_before_the_wait(plan_of("kb61", dtype, TILES["kb61"][0]))
 
 
 def test_words_that_are_loaded_too_early_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two steps a slot, the second one's words are loaded while products of the slot before still read them."""
     guard = "static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2,"
-    sources = plant(dict(compiler._sources("correlate_rows.cu")), guard, "static_assert(true,")
-    monkeypatch.setattr(compiler, "_sources", lambda _: sources)
+    sources = plant(dict(compiler.sources_of("correlate_rows.cu")), guard, "static_assert(true,")
+    monkeypatch.setattr(compiler, "sources_of", lambda _: sources)
     tile = rows.Tile(1, 1, 1, 8, False, 2, 4, 3, False, False, False, 2)
     assert written_before_the_wait(plan_of_rows("k2s2", "bfloat16", tile))

@@ -10,7 +10,7 @@ import cupy
 
 import cuconvt
 import cuconvt.grad
-from cuconvt.backends import _in_3d
+from cuconvt.backends import in_3d
 from cuconvt.bench.cases import Case, Precision
 from cuconvt.cuda import choose_plan, device_properties
 from cuconvt.cuda_gradients import choose_correlate_plan
@@ -38,7 +38,7 @@ def make_call(case: Case, operation: str, arrays: dict[str, Any], precision: str
 
 def chosen_kernel(case: Case, operation: str, arrays: dict[str, Any], precision: Precision) -> str:
     """Return the name of the plan of a call, given its operands and its result."""
-    x, weight, y = (_in_3d(arrays[role], case.rank) for role in ("x", "weight", "y"))
+    x, weight, y = (in_3d(arrays[role], case.rank) for role in ("x", "weight", "y"))
     layout = Layout.of(x, weight, arrays.get("bias"), y)
     device = device_properties(cupy.cuda.Device().id)
     return PLANNERS[operation](case.geometry, precision.dtype, layout, precision.mode, device).name

@@ -29,7 +29,7 @@ _LEFT = 4  # columns of text, aligned left
 def table(result: Result) -> str:
     """Return everything that a run found, as aligned plain text."""
     lines = [summary(result), _ceilings(result), ""]
-    lines += _aligned([_HEAD, *map(_row, result.cells)], _LEFT)
+    lines += in_columns([_HEAD, *map(_row, result.cells)], _LEFT)
     problems = [
         f"{cell.label} {cell.precision} {cell.layout}: {text}"
         for cell in result.cells
@@ -48,7 +48,7 @@ def table(result: Result) -> str:
     if any(every for _, every in groups.values()):
         rows = [(*group, _mean(kernelbench), _mean(every)) for group, (kernelbench, every) in groups.items()]
         lines += ["", "geometric means of torch/cuconvt (cells)"]
-        lines += _aligned([("operation", "precision", "layout", "KernelBench 3-D", "all"), *rows], 3)
+        lines += in_columns([("operation", "precision", "layout", "KernelBench 3-D", "all"), *rows], 3)
     return "\n".join(lines)
 
 
@@ -163,7 +163,8 @@ def _slowest(cells: Sequence[Cell], label: str, precision: str) -> Cell | None:
     return max(members, key=lambda cell: cell.time.median if cell.time else float("inf"), default=None)
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+def in_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return lines of text whose columns have one width each, so many of them flush left and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = []
     for row in rows:
