@@ -39,7 +39,7 @@ from cuconvt.plan_disjoint import (
     refuse_other_kernels,
 )
 from cuconvt.plan_few_channels import FEW
-from cuconvt.plan_phase_wgmma import MAX_COLUMNS, ROWS
+from cuconvt.plan_wgmma_sizes import MAX_COLUMNS, ROWS
 
 MAX_STEPS = 16  # of a unit
 MAX_WORDS_W = 8  # that a position reads of a channel, along W

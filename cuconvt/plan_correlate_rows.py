@@ -1,6 +1,6 @@
 """Plans of the kernel for correlations of rows on Hopper's tensor cores, ``kernels/correlate_rows.cu``.
 
-Boxes and what of the estimate is the same are those of `cuconvt.plan_correlate_wgmma`, whose sums these are, too.
+Sizes and what of the estimate is the same are those of `cuconvt.plan_correlate_wgmma_work`, whose sums these are, too.
 """
 
 from __future__ import annotations
@@ -11,30 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, prod
 
-from cuconvt import plan_correlate_wgmma as correlate_wgmma
-from cuconvt import plan_phase_wgmma as phase_wgmma
+from cuconvt import plan_correlate_wgmma_work as correlate_wgmma
+from cuconvt import plan_wgmma_sizes as wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, at_residue, magic, problem_parameters, round_up
 from cuconvt.plan_copies import others_divisible
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_correlate_wgmma import (
-    FEW_POSITIONS,
-    MAX_SLOT_BYTES,
-    OTHERS,
-    as_read,
-)
-from cuconvt.plan_phase_wgmma import (
-    MAX_BLOCKS,
-    MAX_COLUMNS,
-    POSITIONS,
-    RESIDENT_BYTES,
-    SECTOR,
-    SHARED_BYTES_A_CLOCK,
-    WIDE,
-    Box,
-    Tile,
-)
+from cuconvt.plan_correlate_wgmma import MAX_SLOT_BYTES, OTHERS, as_read, refuse
+from cuconvt.plan_correlate_wgmma_work import FEW_POSITIONS
+from cuconvt.plan_phase_wgmma_work import POSITIONS, SECTOR, SHARED_BYTES_A_CLOCK
 from cuconvt.plan_search import of_tile, remembered
+from cuconvt.plan_wgmma_boxes import WIDE, best_tile
+from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
+from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_BLOCKS, MAX_COLUMNS, RESIDENT_BYTES, Box, Tile
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor.
 REGISTERS = {
@@ -47,7 +36,7 @@ MAX_WORDS = 12  # of a position and channel, that a thread holds at a time
 MAX_UNROLLED = 100  # wgmmas of a row of taps
 MAX_STAGED = 2**16 - 1  # words of a channel
 # Rates of an H200's multiprocessor, per clock, and more of the estimate, as far as it is another than that of
-# plan_correlate_wgmma: fitted to 500 tiles' times for 20 problems.
+# plan_correlate_wgmma_work: fitted to 500 tiles' times for 20 problems.
 L2_BYTES_A_CLOCK = 390
 MEMORY_BYTES_A_CLOCK = 25
 INSTRUCTIONS_A_CLOCK = 3.6
@@ -65,7 +54,7 @@ COPY_INSTRUCTIONS = {16: 8, 4: 8, 2: 14}
 
 
 @dataclass(frozen=True)
-class Shape(phase_wgmma.Shape):
+class Shape(wgmma.Shape):
     """What a tile's choice depends on: everything but N and extents."""
 
     pad_w: int = 0  # modulo what positions have to be aligned to
@@ -113,10 +102,8 @@ def plan_tile(
     copied = work.bytes_copied(g, read)
     return Plan(
         kernel="correlate_rows",
-        defines=phase_wgmma.wgmma_defines(g, dtype, read, precision, tile, own, registers),
-        grid=phase_wgmma.grid_of(
-            blocks, device.multiprocessors * tile.min_blocks, 1, g.groups * tiles_c if tile.resident else 1
-        ),
+        defines=wgmma_defines(g, dtype, read, precision, tile, own, registers),
+        grid=grid_of(blocks, device.multiprocessors * tile.min_blocks, 1, g.groups * tiles_c if tile.resident else 1),
         block=tile.threads,
         shared_bytes=work.shared_bytes(tile, box, index64),
         problem=problem_parameters(
@@ -135,7 +122,7 @@ def plan_tile(
 
 
 def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> str | None:
-    if reason := correlate_wgmma.refuse(geometry, dtype, precision, device):
+    if reason := refuse(geometry, dtype, precision, device):
         return reason
     if layout.out_channels_last:
         return "reads rows, got channels that follow each other"
@@ -246,7 +233,7 @@ class Work(correlate_wgmma.Work):
 
     @of_tile
     def registers(self, tile: Tile) -> tuple[int, int] | None:
-        if self.columns(tile) // 2 + phase_wgmma.BESIDE_SUMS > self.at_start(tile):
+        if self.columns(tile) // 2 + BESIDE_SUMS > self.at_start(tile):
             return None
         need = self.accumulators(tile) + self.other_registers(tile)
         shares = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
@@ -330,12 +317,11 @@ class Work(correlate_wgmma.Work):
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all channels of a group)."""
     work = Work.of(shape)
-    return phase_wgmma.best_tile(work, ((work.least_cost(tile), tile) for tile in tiles(work)), device)
+    return best_tile(work, ((work.least_cost(tile), tile) for tile in tiles(work)), device)
 
 
-def tiles(work: phase_wgmma.Work) -> Iterator[Tile]:
+def tiles(work: Work) -> Iterator[Tile]:
     """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
-    assert isinstance(work, Work)
     shape = work.shape
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]

@@ -28,7 +28,7 @@ from cuconvt.plan import (
     refuse_tensor_cores,
 )
 from cuconvt.plan_copies import channels_stored, others_divisible
-from cuconvt.plan_phase_wgmma import MAX_COLUMNS, ROWS
+from cuconvt.plan_wgmma_sizes import MAX_COLUMNS, ROWS
 
 SHARES = ((2, 1), (3, 1), (4, 1), (2, 2))  # workers of a block, and blocks a multiprocessor
 REGISTERS = 65536  # of a multiprocessor

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from cuconvt import (
     plan_correlate_wgmma,
+    plan_correlate_wgmma_work,
     plan_disjoint,
     plan_few_channels,
     plan_gather,
@@ -25,6 +26,7 @@ from cuconvt import (
     plan_phase_gemm,
     plan_phase_wgmma,
     plan_tap_columns,
+    plan_wgmma_sizes,
 )
 from cuconvt.choices import planners_digest
 from cuconvt.compile import cache_folder, digest_of, replace_file, sources_of
@@ -44,9 +46,11 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "disjoint": Family(plan_disjoint.plan_disjoint, plan_disjoint.candidates, plan_disjoint.Tile),
-    "phase_wgmma": Family(plan_phase_wgmma.plan_phase_wgmma, plan_phase_wgmma.candidates, plan_phase_wgmma.Tile),
+    "phase_wgmma": Family(plan_phase_wgmma.plan_phase_wgmma, plan_phase_wgmma.candidates, plan_wgmma_sizes.Tile),
     "correlate_wgmma": Family(
-        plan_correlate_wgmma.plan_turned_correlate_wgmma, plan_correlate_wgmma.candidates, plan_correlate_wgmma.Tile
+        plan_correlate_wgmma.plan_turned_correlate_wgmma,
+        plan_correlate_wgmma.candidates,
+        plan_correlate_wgmma_work.Tile,
     ),
     "phase_gemm": Family(plan_phase_gemm.plan_phase_gemm, plan_phase_gemm.candidates, plan_phase_gemm.Tile),
     "tap_columns": Family(plan_tap_columns.plan_tap_columns, plan_tap_columns.candidates, plan_tap_columns.Tile),

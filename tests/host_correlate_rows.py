@@ -24,7 +24,7 @@ from strategies import KINDS, Problem, Specialisation
 
 from cuconvt import plan_correlate_rows as rows
 from cuconvt.plan import Device, Plan, Refusal
-from cuconvt.plan_phase_wgmma import Tile
+from cuconvt.plan_wgmma_sizes import Tile
 
 WIDTHS = range(16, 40)  # that problems may have whose rows are copied in this way or that
 

@@ -19,7 +19,8 @@ from cuconvt import plan_correlate_wgmma as wgmma
 from cuconvt.plan import Device, Layout, Plan, Refusal
 from cuconvt.plan_correlate_turning import turning
 from cuconvt.plan_correlate_wgmma import plan_tile
-from cuconvt.plan_phase_wgmma import Box
+from cuconvt.plan_correlate_wgmma_work import Tile, Work
+from cuconvt.plan_wgmma_sizes import Box
 
 SHARED_BYTES = 227 * 1024
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
@@ -41,7 +42,7 @@ class Case:
     dtype: str
     precision: str | None
     device: Device
-    tile: wgmma.Tile
+    tile: Tile
     index64: bool = False
     patches: bool = False  # boxes of 8 x 8 patches where there are some
     turns: bool = False  # whether y, in rows, is made channels-last before
@@ -112,12 +113,12 @@ def draw_problem(choose: random.Random, rank: int, x_last: bool, runs: bool) -> 
 
 def draw_tile(
     choose: random.Random, spec: Specialisation, dtype: str, precision: str | None, runs: bool, boxed: bool = False
-) -> wgmma.Tile | None:
+) -> Tile | None:
     """Draw a tile that fits whatever the extents, if there is one; kinds are drawn first, since some have few tiles."""
     problem = smallest(spec, groups=1 if boxed else 2)
     geometry = geometry_of(problem)
-    work = wgmma.Work(*wgmma.as_read(geometry, layout_of(spec, problem)), dtype, precision)
-    kinds: dict[Any, list[wgmma.Tile]] = {}
+    work = Work(*wgmma.as_read(geometry, layout_of(spec, problem)), dtype, precision)
+    kinds: dict[Any, list[Tile]] = {}
     for tile in wgmma.tiles(work):
         if tile.boxed != boxed or (runs and tile.classes < work.live[2]):
             continue
@@ -133,7 +134,7 @@ def draw_tile(
     return None
 
 
-def serves(spec: Specialisation, dtype: str, precision: str | None, tile: wgmma.Tile) -> bool:
+def serves(spec: Specialisation, dtype: str, precision: str | None, tile: Tile) -> bool:
     for extent in (LONGEST[len(spec.kernel)], *EXTENTS[len(spec.kernel)]):
         problem = smallest(spec, extent, groups=tile.joined if tile.boxed else 2)
         geometry, layout = geometry_of(problem), layout_of(spec, problem)

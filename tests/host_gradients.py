@@ -20,12 +20,12 @@ from strategies import DTYPES, KINDS, NOT_LAST, Ints, Problem, Specialisation, c
 
 from cuconvt import cpu
 from cuconvt import plan_correlate_narrow as narrow
-from cuconvt import plan_weight_gradient_tma as tma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, problem_struct, struct_of
 from cuconvt.plan_turn import TURN_THREADS
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import SUM_THREADS, sum_blocks
+from cuconvt.plan_weight_gradient_tma_work import Shape, Share, Work
 from cuconvt.tensor_map import TensorMap
 
 
@@ -182,12 +182,12 @@ def written_slots(plan: Plan, parts: Argument) -> Argument:
     return dataclasses.replace(parts, elements=elements.tobytes())
 
 
-def share_of(plan: Plan) -> tma.Share:
+def share_of(plan: Plan) -> Share:
     """Return how blocks share the boxes of a plan of weight_gradient_tma."""
     defines, (n, groups, c_in, c_out, *_) = dict(plan.defines), plan.problem
     kernel, ones = tuple(defines[f"KERNEL_{axis}"] for axis in "DHW"), (1, 1, 1)
-    tiles = tma.Work(tma.Shape(3, kernel, ones, ones, groups, c_in, c_out, False, False)).tiles_of_weights(plan.tile)
-    return tma.Share(tiles, n * prod(plan.problem[31:34]), plan.problem[48])
+    tiles = Work(Shape(3, kernel, ones, ones, groups, c_in, c_out, False, False)).tiles_of_weights(plan.tile)
+    return Share(tiles, n * prod(plan.problem[31:34]), plan.problem[48])
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from cuconvt import plan_narrow_groups as narrow
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan
 from cuconvt.plan_narrow_groups import Tile
+from cuconvt.plan_views import batch_as_depth
 
 BUDGET = 0.2  # an mma of 32 threads takes longer than its products
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
@@ -94,7 +95,7 @@ def plan_with(number: int, groups: int = 1, boxed: bool = False, split: bool = F
     def plan(
         family: str, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
     ) -> Plan:
-        turned, turned_layout = narrow.batch_as_depth(geometry, layout)
+        turned, turned_layout = batch_as_depth(geometry, layout)
         every_tile = fitting_tiles(narrow.Work.of_problem(turned, dtype, precision, turned_layout), device)
         kind = groups, boxed, split
         tiles = [tile for tile in every_tile if (tile.groups, tile.boxed, tile.split) == kind] or every_tile

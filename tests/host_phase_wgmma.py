@@ -16,7 +16,9 @@ from test_plan import problem_of
 from cuconvt import plan_phase_wgmma as wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal
-from cuconvt.plan_phase_wgmma import Tile
+from cuconvt.plan_phase_wgmma_work import Work
+from cuconvt.plan_views import batch_as_depth
+from cuconvt.plan_wgmma_sizes import REGISTERS, Box, Tile, kinds_of_blocks, reached_planes
 
 BUDGET = 0.05  # a wgmma of 128 threads takes longer than its products
 LARGEST_KERNEL = {1: 7, 2: 4, 3: 3}
@@ -115,7 +117,7 @@ def sliding_cases() -> dict[str, dict[str, Any]]:
     for index, (kernel, stride, c_in, c_out, dtype, precision, last, tile) in enumerate(table):
         layouts = LAST if last else ROWS
         spec = Specialisation(kernel, stride, (1, 1, 1), c_in, c_out, layouts, layouts)
-        workers, stagers, blocks = tuple(wgmma.REGISTERS)[index % 2]
+        workers, stagers, blocks = tuple(REGISTERS)[index % 2]
         half_k = dtype != "float32" and c_in <= 8
         # All ways to make columns of taps.
         merge_d, join_w = index > 1, last and kernel[2] % stride[2] == 0 and stride[2] > 1
@@ -222,7 +224,7 @@ def draw_tile(
     With `boxed_steps`, one of so many k steps whose x bulk tensor copies bring.
     """
     parts = 2 if precision == "tf32x3" else 1
-    workers, stagers, blocks = choose.choice(tuple(wgmma.kinds_of_blocks(boxed_steps > 0, parts)))
+    workers, stagers, blocks = choose.choice(tuple(kinds_of_blocks(boxed_steps > 0, parts)))
     stride = math.prod(spec.stride[:-1])
     taps = math.prod(spec.kernel[:-1])
     several = stride > 1
@@ -276,11 +278,11 @@ def serves(tile: Tile, spec: Specialisation, dtype: str, precision: str | None) 
 def plan_tile(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile
 ) -> Plan | Refusal:
-    geometry, layout = wgmma.batch_as_depth(geometry, layout)
+    geometry, layout = batch_as_depth(geometry, layout)
     # The result of a call without `out` has the layout of x.
     last = layout.out_channels_last
-    if tile.slides and wgmma._reached_planes(geometry, layout)[0].dilation[0] > 1:
-        return wgmma.plan_phase_wgmma(geometry, dtype, layout, precision, device)  # no plane is reached, none left out
+    if tile.slides and reached_planes(geometry, layout)[0].dilation[0] > 1:  # no plane is reached, and none left out
+        return wgmma.plan_phase_wgmma(geometry, dtype, layout, precision, device)
     tile = dataclasses.replace(tile, merge_w=tile.merge_w and not last, join_w=tile.join_w and last)
     return wgmma.plan_tile(geometry, dtype, layout, precision, device, tile)
 
@@ -288,16 +290,16 @@ def plan_tile(
 def plan_with(tile: Tile, patches: bool = False) -> Callable[..., Plan]:
     """Return a planner that takes the given tile whatever it costs and, if told so, boxes of 8 x 8 patches where there
     are some."""
-    all_boxes = wgmma.Work.boxes
+    all_boxes = Work.boxes
 
-    def patched(work: wgmma.Work, tile: Tile, extents: Ints, rows: int = 0) -> list[wgmma.Box]:
+    def patched(work: Work, tile: Tile, extents: Ints, rows: int = 0) -> list[Box]:
         boxes = list(all_boxes(work, tile, extents, rows))
         return [box for box in boxes if any(box.patches)] or boxes
 
     def plan(family: str, *problem: Any) -> Plan:
         with pytest.MonkeyPatch.context() as patch:
             found = plan_tile(*problem, tile)
-            patch.setattr(wgmma.Work, "boxes", patched)
+            patch.setattr(Work, "boxes", patched)
             with_patches = plan_tile(*problem, tile)
         assert isinstance(found, Plan), found
         return with_patches if patches and isinstance(with_patches, Plan) else found

@@ -14,6 +14,9 @@ from strategies import SIDES, Ints, Problem, Specialisation, case
 from cuconvt import plan_weight_gradient_tma as tma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan
+from cuconvt.plan_views import batch_as_depth
+from cuconvt.plan_weight_gradient_tma_sides import Sides
+from cuconvt.plan_weight_gradient_tma_work import Shape, Tile, Work
 
 SHARED_BYTES = 227 * 1024
 LARGEST_KERNEL = {1: 9, 2: 4, 3: 3}
@@ -33,7 +36,7 @@ class Case:
     spec: Specialisation
     dtype: str
     device: Device
-    tile: tma.Tile
+    tile: Tile
     precision: str | None = None
 
     def plan(self, geometry: Geometry, dtype: str, layout: Layout) -> Plan:
@@ -106,22 +109,18 @@ def cases() -> dict[str, Case]:
         sides = "".join("xy"[i] for i in range(2) if last[i]) or "rows"
         found[f"{index}-{precision or dtype}-{rank}d-{sides}"] = Case(spec, dtype, device, tile, precision)
     spec = specialisation((3, 3), (2, 1), (1, 1), (8, 24), (False, False))
-    found["idle-units"] = Case(
-        spec, "bfloat16", Device(90, 1, SHARED_BYTES), tma.Tile(2, 0, 1, 1, (1, 1, 3), (1, 2, 1))
-    )
+    found["idle-units"] = Case(spec, "bfloat16", Device(90, 1, SHARED_BYTES), Tile(2, 0, 1, 1, (1, 1, 3), (1, 2, 1)))
     spec = specialisation((2, 3), (1, 1), (1, 1), (136, 40), (True, True))
-    found["three-workers"] = Case(
-        spec, "float16", Device(90, 2, SHARED_BYTES), tma.Tile(3, 0, 1, 17, (1, 1, 3), (1, 1, 1))
-    )
+    found["three-workers"] = Case(spec, "float16", Device(90, 2, SHARED_BYTES), Tile(3, 0, 1, 17, (1, 1, 3), (1, 1, 1)))
     # More taps than a block of the second pass adds in the order of the weights.
     spec = specialisation((9, 9), (2, 1), (1, 1), (24, 8), (False, False))
     found["many-taps-of-x"] = Case(
-        spec, "bfloat16", Device(90, 1, SHARED_BYTES), tma.Tile(2, 1, 1, 1, (1, 1, 9), (1, 2, 1))
+        spec, "bfloat16", Device(90, 1, SHARED_BYTES), Tile(2, 1, 1, 1, (1, 1, 9), (1, 2, 1))
     )
     return found
 
 
-def work_of(spec: Specialisation, precision: str | None) -> tma.Work:
+def work_of(spec: Specialisation, precision: str | None) -> Work:
     problem = case(
         (1, spec.c_in_per_group, *(9,) * len(spec.kernel)),
         spec.c_out_per_group,
@@ -132,14 +131,14 @@ def work_of(spec: Specialisation, precision: str | None) -> tma.Work:
         out_layout=spec.out_layouts[0],
     )
     parts = tma.PARTS[precision] if precision else 0
-    sides = tma.Sides.of(*tma.batch_as_depth(geometry_of(problem), layout_for(problem)), parts)
-    return tma.Work(tma.Shape.of(sides))
+    sides = Sides.of(*batch_as_depth(geometry_of(problem), layout_for(problem)), parts)
+    return Work(Shape.of(sides))
 
 
-def draw_tile(choose: random.Random, spec: Specialisation, precision: str | None) -> tma.Tile | None:
+def draw_tile(choose: random.Random, spec: Specialisation, precision: str | None) -> Tile | None:
     """Draw one of the tiles that a specialisation may use, however slow, that fits whatever the extents."""
     work, device = work_of(spec, precision), Device(90, 132, SHARED_BYTES)
-    kinds: dict[Any, list[tma.Tile]] = {}
+    kinds: dict[Any, list[Tile]] = {}
     for tile in tma.tiles(work):
         if tile.units * tile.workers * work.tiles_of_weights(tile) <= MAX_PRODUCTS:
             kinds.setdefault((tile.workers, tile.rows_of_x, tile.tiles_m), []).append(tile)

@@ -427,10 +427,12 @@ def split(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plan with one of the tiles for which bulk tensor copies bring x, to be split in two parts, drawn by a number."""
     from cuconvt import cuda
     from cuconvt import plan_phase_wgmma as wgmma
+    from cuconvt.plan_phase_wgmma_work import Work
+    from cuconvt.plan_views import batch_as_depth
 
     def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
-        as_read, of_it = wgmma.batch_as_depth(geometry, layout)
-        every = list(wgmma.tiles(wgmma.Work(as_read, dtype, precision, of_it)))
+        as_read, of_it = batch_as_depth(geometry, layout)
+        every = list(wgmma.tiles(Work(as_read, dtype, precision, of_it)))
         for tile in random.Random(request.param).sample(every, len(every)):
             found = wgmma.plan_phase_wgmma(geometry, dtype, layout, precision, device, tile)
             if isinstance(found, Plan):
@@ -479,7 +481,7 @@ PACKED_BY_BLOCKS = {
 def test_blocks_that_pack_their_weights(
     cupy: Any, name: str, layout: str, dtype: str, precision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cuconvt import cuda
+    from cuconvt import cuda, plan_wgmma_sizes
     from cuconvt import plan_phase_wgmma as wgmma
 
     problem = dataclasses.replace(PACKED_BY_BLOCKS[name], x_layout=layout, out_layout=layout)
@@ -498,7 +500,7 @@ def test_blocks_that_pack_their_weights(
         results.append(call(problem, x, weight, bias, precision=precision))
     assert not any(packed)
 
-    monkeypatch.setattr(wgmma, "PACKS_A_THREAD", 0)
+    monkeypatch.setattr(plan_wgmma_sizes, "PACKS_A_THREAD", 0)
     packed.clear()
     with planned_by(plan, cuda, "make_plan", cuda._prepare):
         results.append(call(problem, x, weight, bias, precision=precision))
@@ -521,8 +523,9 @@ def test_phases_with_more_taps_come_first(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, precision: str | None
 ) -> None:
     from cuconvt import cuda, plan_phase_wgmma
+    from cuconvt.plan_wgmma_sizes import Tile
 
-    tile = plan_phase_wgmma.Tile(2, 2, 1, 8, False, 1, 4, 6, False, False, False, 1)
+    tile = Tile(2, 2, 1, 8, False, 1, 4, 6, False, False, False, 1)
     orders = []
 
     def plan(*problem: Any) -> Any:

@@ -353,11 +353,12 @@ def boxed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plan correlations with one of the tiles for which bulk tensor copies bring y, drawn by a number."""
     from cuconvt import cuda_gradients
     from cuconvt import plan_correlate_wgmma as wgmma
+    from cuconvt.plan_correlate_wgmma_work import Work
 
     def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
         fold = geometry.kernel[2] if wgmma._can_fold(geometry, layout, dtype, precision) else 1
         joined = wgmma._groups_of_row(geometry, layout, dtype, precision)
-        work = wgmma.Work(*wgmma.as_read(geometry, layout, fold, joined), dtype, precision, fold, joined)
+        work = Work(*wgmma.as_read(geometry, layout, fold, joined), dtype, precision, fold, joined)
         tiles = [tile for tile in wgmma.tiles(work) if tile.boxed]
         for tile in random.Random(request.param).sample(tiles, len(tiles)):
             found = wgmma.plan_tile(geometry, dtype, layout, precision, device, tile)

@@ -18,7 +18,7 @@ from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 import cuconvt
 from cuconvt.plan import Device
-from cuconvt.plan_phase_wgmma import Tile
+from cuconvt.plan_wgmma_sizes import Tile
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

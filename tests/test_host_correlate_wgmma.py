@@ -33,7 +33,8 @@ from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 from cuconvt.plan import Device, Plan
 from cuconvt.plan_correlate_turning import turned_y
-from cuconvt.plan_correlate_wgmma import Tile, Work, _can_fold, _groups_of_row, as_read, plan_correlate_wgmma, tiles
+from cuconvt.plan_correlate_wgmma import _can_fold, _groups_of_row, as_read, plan_correlate_wgmma, tiles
+from cuconvt.plan_correlate_wgmma_work import Tile, Work
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

@@ -23,9 +23,9 @@ from host_phase_wgmma import plan_with
 from hypothesis import given, settings
 from strategies import LAST, Problem, Specialisation, case, problems
 
-from cuconvt import plan, plan_disjoint, plan_narrow_groups, plan_phase_wgmma, plan_tap_columns
+from cuconvt import plan, plan_disjoint, plan_narrow_groups, plan_phase_wgmma, plan_tap_columns, plan_wgmma_boxes
 from cuconvt.plan import Device
-from cuconvt.plan_phase_wgmma import Tile
+from cuconvt.plan_wgmma_sizes import Tile
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -799,7 +799,8 @@ def run_far(name: str, monkeypatch: pytest.MonkeyPatch, **macros: int) -> None:
         "OUTSIDE = (Index)(INDEX64 ? 1ll << 46 : -(1ll << 31));",
         "OUTSIDE = -(1ll << (INDEX_BITS - 1));",
     )
-    monkeypatch.setattr(plan_phase_wgmma, "INDEX_LIMIT", 2 ** (INDEX_BITS - 1))
+    for planner in (plan_phase_wgmma, plan_wgmma_boxes):
+        monkeypatch.setattr(planner, "INDEX_LIMIT", 2 ** (INDEX_BITS - 1))
     planned = plan_with(tile)
 
     def with_room(*arguments: Any) -> plan.Plan:

@@ -24,24 +24,20 @@ from test_plan import problem_of
 
 import cuconvt
 from cuconvt import plan_weight_gradient_tma as planner
+from cuconvt import plan_weight_gradient_tma_work as working
 from cuconvt.plan import Device, Plan, Refusal
 from cuconvt.plan_turn import TURN_FIELDS
 from cuconvt.plan_views import batch_as_depth
 from cuconvt.plan_weight_gradient_tma import (
-    COPIER_REGISTERS,
     FEW_PARTS,
     KINDS,
-    MAX_REGISTERS,
     OTHER_REGISTERS,
-    Shape,
-    Share,
-    Sides,
-    Tile,
-    Work,
     choose_tile,
     plan_weight_gradient_tma,
     tiles,
 )
+from cuconvt.plan_weight_gradient_tma_sides import Sides
+from cuconvt.plan_weight_gradient_tma_work import COPIER_REGISTERS, MAX_REGISTERS, Shape, Share, Tile, Work
 from cuconvt.tensor_map import TensorMap, reads
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -159,7 +155,7 @@ def test_long_sums_go_on_in_memory(dtype: str, precision: str | None, monkeypatc
     problem = this.problem((24, 72))
     share = share_of(this.plan_for(problem))
     for products in (1, 40):
-        monkeypatch.setattr(planner, "MAX_PRODUCTS", products)
+        monkeypatch.setattr(working, "MAX_PRODUCTS", products)
         with on_host(this, defines={"MAX_PRODUCTS": products}):
             check("weight", problem, dtype, precision=precision)
     assert share.of_block > 2
@@ -271,7 +267,7 @@ def test_long_sums_of_a_single_part_are_not_rounded_before(monkeypatch: pytest.M
     monkeypatch.setattr(Work, "shares", lambda work, tile, boxes, *_: [Share(work.tiles_of_weights(tile), boxes, 16)])
     positions = 16 * 8 * 32
     for most, rounds in ((positions // 16, 1), (positions // 16 - 1, None)):
-        monkeypatch.setattr(planner, "MAX_PRODUCTS", most)
+        monkeypatch.setattr(working, "MAX_PRODUCTS", most)
         assert dict(this.plan_for(this.problem(extent)).defines).get("ONE_PART") == rounds
 
 
@@ -458,7 +454,7 @@ FAULTS_LAST = {
 def run(this: Case, sources: dict[str, str] | None = None) -> None:
     defines = {"MAX_PRODUCTS": 8} if this.precision == "tf32" else {}
     with on_host(this, sources, defines), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "FEW_POSITIONS", 0)
+        patch.setattr(working, "FEW_POSITIONS", 0)
         patch.setattr(Work, "boxes", lambda *_: [(1, 4, 16)])
         patch.setattr(
             Work, "shares", lambda work, tile, boxes, *_: [Share(work.tiles_of_weights(tile), boxes, boxes // 2 + 1)]
@@ -513,7 +509,7 @@ def run_rows_as_one(name: str, sources: dict[str, str] | None = None) -> None:
     this = Case(spec, dtype, Device(90, 2, SHARED_BYTES), tile, precision)
     problem = case((5, 20, 7, box[2]), 70, (2, 3), 1, 1)
     with on_host(this, sources), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "FEW_POSITIONS", 0)
+        patch.setattr(working, "FEW_POSITIONS", 0)
         patch.setattr(Work, "boxes", lambda *_: [])
         patch.setattr(Work, "boxes_of_whole_rows", lambda *_: [box])
         check("weight", problem, dtype, precision=precision)
@@ -530,13 +526,13 @@ def test_fault_of_such_rows_is_caught(name: str, before: str, after: str) -> Non
         run_rows_as_one(name, plant(kernel_sources("weight_gradient_tma.cu"), before, after))
 
 
-@pytest.mark.parametrize("largest", [planner.LARGEST_OF_SPLIT, planner.LARGEST_BOX])
+@pytest.mark.parametrize("largest", [working.LARGEST_OF_SPLIT, working.LARGEST_BOX])
 def test_few_positions_in_3xtf32_are_as_accurate_as_float32(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
     """Tensor cores cut off what they add up: all positions in one box would be off by more than is allowed."""
     monkeypatch.setenv("HOST_CUTS_OFF", "1")
-    monkeypatch.setattr(planner, "LARGEST_OF_SPLIT", largest)
+    monkeypatch.setattr(working, "LARGEST_OF_SPLIT", largest)
     monkeypatch.setattr(planner, "choose_tile_of_size", planner.choose_tile_of_size.__wrapped__)
-    is_off = pytest.raises(AssertionError, match=VALUES) if largest == planner.LARGEST_BOX else nullcontext()
+    is_off = pytest.raises(AssertionError, match=VALUES) if largest == working.LARGEST_BOX else nullcontext()
     with gradients_on_host("weight_gradient_tma", DEVICES[90], "tf32x3"), is_off:
         check("weight", FIXED["gan_3d"], "float32", precision="tf32x3")
 
@@ -680,7 +676,7 @@ def test_single_taps_follow_no_remainders() -> None:
 
 def test_the_kernel_adds_up_as_many_products_as_the_planner_takes_for_one_part() -> None:
     assert (
-        f"#define MAX_PRODUCTS {planner.MAX_PRODUCTS}\n"
+        f"#define MAX_PRODUCTS {working.MAX_PRODUCTS}\n"
         in kernel_sources("weight_gradient_tma.cu")["weight_gradient_tma.cu"]
     )
 

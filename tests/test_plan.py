@@ -25,8 +25,10 @@ from cuconvt.plan_few_channels import plan_few_channels
 from cuconvt.plan_gather import plan_gather
 from cuconvt.plan_narrow_groups import plan_narrow_groups
 from cuconvt.plan_phase_gemm import candidates as phase_gemm_candidates
-from cuconvt.plan_phase_wgmma import Planes, Work, _reached_planes, candidates, choose_tile, plan_phase_wgmma, tiles
+from cuconvt.plan_phase_wgmma import candidates, choose_tile, plan_phase_wgmma, tiles
+from cuconvt.plan_phase_wgmma_work import Work
 from cuconvt.plan_views import batch_as_axis, batch_as_depth
+from cuconvt.plan_wgmma_sizes import Planes, reached_planes
 
 Ints = tuple[int, ...]
 Kind = tuple[str, str | None]
@@ -74,7 +76,7 @@ def seen_by(plan: Plan, geometry: Geometry) -> Geometry:
     if plan.kernel not in turns:
         return geometry
     turned, layout = turns[plan.kernel](geometry, layout_of(geometry))
-    return _reached_planes(turned, layout)[0] if plan.kernel == "phase_wgmma" else turned
+    return reached_planes(turned, layout)[0] if plan.kernel == "phase_wgmma" else turned
 
 
 def box_of(plan: Plan) -> Ints:
@@ -1272,7 +1274,7 @@ def test_planes_that_taps_reach_are_a_problem_of_their_own(kernel: int, stride: 
         except ValueError:  # no output is left
             continue
         layout = layout_of(geometry)
-        reached, of_reached, planes = _reached_planes(geometry, layout)
+        reached, of_reached, planes = reached_planes(geometry, layout)
         assert planes.extent == geometry.out_extent[0]
         assert of_reached.out[2] == planes.step * layout.out[2]
         assert 0 <= planes.first < planes.step
@@ -1282,10 +1284,10 @@ def test_planes_that_taps_reach_are_a_problem_of_their_own(kernel: int, stride: 
         assert {
             planes.first + planes.step * output: taps for output, taps in outputs_of_taps(reached).items()
         } == expected
-        assert _reached_planes(reached, of_reached) == (reached, of_reached, Planes(reached.out_extent[0], 0, 1))
+        assert reached_planes(reached, of_reached) == (reached, of_reached, Planes(reached.out_extent[0], 0, 1))
 
 
 def test_planes_with_gaps_are_all_planned() -> None:
     geometry = geometry_of(case((2, 32, 4, 5, 9), 24, 3, 2, dilation=2))
     for layout in (layout_of(geometry, True), dataclasses.replace(layout_of(geometry), out=(9999, 999, 99, 33, 1))):
-        assert _reached_planes(geometry, layout) == (geometry, layout, Planes(geometry.out_extent[0], 0, 1))
+        assert reached_planes(geometry, layout) == (geometry, layout, Planes(geometry.out_extent[0], 0, 1))

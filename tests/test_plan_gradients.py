@@ -24,7 +24,7 @@ from cuconvt.plan_correlate_gemm import plan_correlate_gemm
 from cuconvt.plan_correlate_narrow import plan_correlate_narrow
 from cuconvt.plan_correlate_rows import plan_correlate_rows
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
-from cuconvt.plan_phase_wgmma import LONGER_RING, SHARED_BYTES_BESIDE_L1
+from cuconvt.plan_correlate_wgmma_work import Work
 from cuconvt.plan_weight_gradient import (
     MAX_WORKSPACE_BYTES,
     make_weight_gradient_plan,
@@ -34,6 +34,7 @@ from cuconvt.plan_weight_gradient import (
 from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
 from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
 from cuconvt.plan_weight_gradient_wgmma import plan_weight_gradient_wgmma
+from cuconvt.plan_wgmma_boxes import LONGER_RING, SHARED_BYTES_BESIDE_L1
 
 MAKE = {"correlate": make_correlate_plan, "weight_gradient": make_weight_gradient_plan}
 MAKE_ANY = {"conv_transpose": make_plan, **MAKE}
@@ -151,7 +152,7 @@ def test_weight_gradients_of_sizes_alike_share_a_tile() -> None:
 def test_the_best_tile_of_a_size_is_found(extents: tuple[int, ...], dtype: tuple[str, str | None]) -> None:
     """What cannot be the best is left out by the bound, before its boxes are compared."""
     geometry = geometry_of(case((1, 48, 5, 5, 5), 24, (2, 3, 4), 2))
-    work = correlate_wgmma.Work(*correlate_wgmma.as_read(geometry, layout_of(geometry, True)), *dtype)
+    work = Work(*correlate_wgmma.as_read(geometry, layout_of(geometry, True)), *dtype)
     found = correlate_wgmma.choose_tile_of_size(work.shape, 3, extents, DEVICES[90])
     costs = {
         tile: cost
@@ -529,7 +530,7 @@ def test_more_slots_of_weights_only_where_there_is_room() -> None:
         for last, precision in itertools.product((False, True), ("tf32", "tf32x3")):
             geometry = geometry_of(problem)
             layout = layout_of(geometry, last)
-            work = correlate_wgmma.Work(*correlate_wgmma.as_read(geometry, layout), "float32", precision)
+            work = Work(*correlate_wgmma.as_read(geometry, layout), "float32", precision)
             choice = correlate_wgmma.choose_tile(work.shape, DEVICES[90])
             assert choice is not None
             tile, cost = choice
@@ -569,7 +570,7 @@ def test_bulk_tensor_copies_bring_what_they_can_read() -> None:
     def boxes(x: tuple[int, ...], c_out: int, groups: int = 1, dtype: str = "bfloat16", precision: Any = None) -> bool:
         geometry = geometry_of(case(x, c_out, 3, 2, groups=groups))
         layout = layout_of(geometry, True)
-        return correlate_wgmma.Work(*correlate_wgmma.as_read(geometry, layout), dtype, precision).shape.boxes
+        return Work(*correlate_wgmma.as_read(geometry, layout), dtype, precision).shape.boxes
 
     assert boxes((2, 12, 9, 9), 40)
     assert boxes((2, 12, 9, 9), 36, 1, "float32", "tf32")
@@ -582,7 +583,7 @@ def test_bulk_tensor_copies_bring_what_they_can_read() -> None:
     assert not boxes((1, 8, 9, 2**29 + 2), 8)
     geometry = geometry_of(case((2, 12, 9, 9), 40, 3, 2))
     for layout in (layout_of(geometry), dataclasses.replace(layout_of(geometry, True), out_aligned=False)):
-        assert not correlate_wgmma.Work(*correlate_wgmma.as_read(geometry, layout), "bfloat16", None).shape.boxes
+        assert not Work(*correlate_wgmma.as_read(geometry, layout), "bfloat16", None).shape.boxes
 
 
 def test_few_channels_of_a_stride_of_1_stay_with_phase_wgmma() -> None:

@@ -12,6 +12,7 @@ from strategies import Problem, case
 
 from cuconvt import plan_correlate_rows as correlate_rows
 from cuconvt import plan_correlate_wgmma as correlate_wgmma
+from cuconvt import plan_correlate_wgmma_work, plan_phase_wgmma_work
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.plan_search import cheapest_tile
 
@@ -51,8 +52,8 @@ def test_no_tile_takes_less_than_with_ideal_boxes(
     layout = layout_of(geometry, last)
     read = correlate_wgmma.as_read(geometry, layout)
     works = (
-        (phase_wgmma, phase_wgmma.Work(geometry, dtype, precision, layout).with_pairs()),
-        (correlate_wgmma, correlate_wgmma.Work(*read, dtype, precision)),
+        (phase_wgmma, plan_phase_wgmma_work.Work(geometry, dtype, precision, layout).with_pairs()),
+        (correlate_wgmma, plan_correlate_wgmma_work.Work(*read, dtype, precision)),
         (correlate_rows, correlate_rows.Work(*read, dtype, precision)),
     )
     for module, work in works:

@@ -20,8 +20,8 @@ from cuconvt import plan_disjoint as disjoint
 from cuconvt.compile import compile_kernel
 from cuconvt.plan import Plan
 from cuconvt.plan_correlate_disjoint import plan_correlate_disjoint
-from cuconvt.plan_weight_gradient_tma import Tile as TileOfBoxes
 from cuconvt.plan_weight_gradient_tma import plan_weight_gradient_tma
+from cuconvt.plan_weight_gradient_tma_work import Tile as TileOfBoxes
 from cuconvt.plan_weight_gradient_wgmma import Tile, plan_weight_gradient_wgmma
 
 pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed")

@@ -1,0 +1,94 @@
+"""The arrays of a weight gradient as ``kernels/weight_gradient_tma.cu`` copies them."""
+
+from __future__ import annotations
+
+import dataclasses
+from math import gcd
+from typing import NamedTuple
+
+from cuconvt.geometry import Geometry, triple
+from cuconvt.plan import Ints, Layout
+from cuconvt.plan_turn import Array, channels_last, turn_of
+from cuconvt.plan_views import taps_follow_each_other, with_taps_as_channels
+from cuconvt.tensor_map import reads
+
+ROW_BYTES = 128  # 64 channels of a position, 32 of float32
+# Of a position's channels, below which taps along W become channels, by bytes of an element.
+FOLDED_BYTES = {2: 128, 4: 256}
+
+
+class Sides(NamedTuple):
+    """A problem as copies see it, and what has to be turned for that; x of float32 is prepared in any case."""
+
+    geometry: Geometry  # with the steps of y as it is copied
+    x: Array
+    y: Array
+    turn_x: Ints | None  # ``struct Turn`` without its blocks
+    turn_y: Ints | None
+    fold: int = 1  # taps along W that are channels of y
+    parts: int = 0  # of float32
+    phases: int = 1  # of y that are channels already
+
+    @classmethod
+    def of(cls, geometry: Geometry, layout: Layout, parts: int = 0) -> Sides:
+        g, itemsize = geometry, itemsize_of(parts)
+        x, y = (
+            Array((g.n, channels, *extent), strides)
+            for channels, extent, strides in (
+                (g.c_in, g.x_extent, layout.x),
+                (g.c_out, g.out_extent, layout.out),
+            )
+        )
+        turn_x = turn_y = None
+        if not parts and not reads(x.strides, x.extents, layout.x_aligned):
+            turn_x = turn_of(x, 0, layout.x_aligned, itemsize)
+            x = channels_last(x.extents, itemsize)
+        if not reads(y.strides, y.extents, layout.out_aligned, itemsize):
+            g, y, first = _reached(g, y)
+            turn_y = turn_of(y, first, layout.out_aligned, itemsize)
+            y = channels_last(y.extents, itemsize)
+        return cls(g, x, y, turn_x, turn_y, parts=parts)
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize_of(self.parts)
+
+    def folded(self) -> Sides | None:
+        """Return the same with the taps along W as channels of y, which follow each other where kernel = stride.
+
+        Rows that are copied are longer, where they are shorter than 128 bytes (256 of float32), and fewer tiles of taps
+        read x.
+        """
+        (n, channels, d, h, w), strides = self.y
+        taps, contiguous = self.geometry.kernel[2], strides[1] == 1 and strides[4] == channels
+        short = self.itemsize * channels < FOLDED_BYTES[self.itemsize]
+        if not short or not contiguous or not taps_follow_each_other(self.geometry):
+            return None
+        y = Array((n, taps * channels, d, h, w // taps), (*strides[:4], taps * channels))
+        return self._replace(geometry=with_taps_as_channels(self.geometry), y=y, fold=taps)
+
+
+def _reached(geometry: Geometry, y: Array) -> tuple[Geometry, Array, int]:
+    """Return the problem of those elements of y alone that a tap may read, a multiple of their common step apart."""
+    g = geometry
+    steps = tuple(s if k == 1 else gcd(s, d) for s, d, k in zip(g.stride, g.dilation, g.kernel, strict=True))
+    firsts = tuple(-pad % step for pad, step in zip(g.pad_before, steps, strict=True))
+    extents = tuple(max(1, -(-(o - f) // s)) for o, f, s in zip(g.out_extent, firsts, steps, strict=True))
+    if any(f >= o for f, o in zip(firsts, g.out_extent, strict=True)):
+        return g, y, 0  # no element is read
+    smaller = dataclasses.replace(
+        g,
+        stride=triple(a // b for a, b in zip(g.stride, steps, strict=True)),
+        dilation=triple(d if k == 1 else d // b for d, b, k in zip(g.dilation, steps, g.kernel, strict=True)),
+        pad_before=triple((p + f) // b for p, f, b in zip(g.pad_before, firsts, steps, strict=True)),
+        out_extent=triple(extents),
+    )
+    of_n, of_channels, *of_axes = y.strides
+    strides = tuple(stride * step for stride, step in zip(of_axes, steps, strict=True))
+    first = sum(f * stride for f, stride in zip(firsts, of_axes, strict=True))
+    return smaller, Array((*y.extents[:2], *extents), (of_n, of_channels, *strides)), first
+
+
+def itemsize_of(parts: int) -> int:
+    """Return the bytes of a number, where one of float32 has so many parts."""
+    return 4 if parts else 2
