@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -201,6 +202,27 @@ def test_random_layers_are_what_is_drawn(capsys: pytest.CaptureFixture[str]) -> 
     script.main(["12", "19"])
     second = re.sub("^r", "q", capsys.readouterr().out, flags=re.MULTILINE)
     assert first + second == (ROOT / "benchmarks" / "random_layers.txt").read_text()
+
+
+def test_what_a_change_makes_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("cuconvt", "kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    planner = tmp_path / "cuconvt" / "plan_few_channels.py"
+    text = planner.read_text()
+    assert "THREADS = 128 " in text
+    script = script_of_benchmarks("changed")
+    arguments = [str(tmp_path), "--cases", "mine=1x16x9x9:16:k3:s2:g16", "--precision", "ieee"]
+    assert script.main(arguments) == 0
+    assert capsys.readouterr().out == "Of 6 plans differ: none; 0 more in machine code, 0 in cost\n"
+
+    planner.write_text(text.replace("THREADS = 128 ", "THREADS = 64 "))
+    assert script.main(arguments) == 1
+    *listed, summary, forward, gradients = capsys.readouterr().out.splitlines()
+    assert len(listed) == 4
+    assert re.fullmatch(r"forward mine ieee NCDHW sm_90: few_channels: .*MIN_BLOCKS=\d+ to MIN_BLOCKS=\d+.*", listed[0])
+    assert summary == "Of 6 plans differ: 2 forward, 2 grad_input; 0 more in machine code, 0 in cost"
+    assert forward == "python -m cuconvt bench --cases mine=1x16x9x9:16:k3:s2:g16 --precision ieee"
+    assert gradients == forward.replace("bench", "bench --grad")
 
 
 @pytest.mark.parametrize(
