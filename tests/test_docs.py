@@ -91,10 +91,10 @@ def test_readme_and_ci_run_the_same() -> None:
 
 
 def test_pre_commit_and_ci_check_the_same() -> None:
-    checks = re.findall(r"entry: python (.*)", (ROOT / ".pre-commit-config.yaml").read_text())
-    ci = (ROOT / ".ci/run").read_text()
+    static = "python (-m (?:ruff|mypy).*)"  # CI runs the tests, and need not look whether they can be imported
+    checks = re.findall(f"entry: {static}", (ROOT / ".pre-commit-config.yaml").read_text())
     assert checks
-    assert re.findall(r"\$python (-m (?:ruff|mypy).*)", ci) == checks
+    assert re.findall(rf"\${static}", (ROOT / ".ci/run").read_text()) == checks
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
