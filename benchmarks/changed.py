@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -174,8 +175,22 @@ def _strides(extents: tuple[int, ...], last: bool) -> tuple[int, ...]:
 
 
 def _code(kernel: str, arch: int, defines: Sequence[str]) -> str:
+    """Return a digest of a kernel's machine code."""
     macros = [(name, int(value)) for name, _, value in (define.partition("=") for define in defines)]
-    return hashlib.sha256(compile_kernel(f"{kernel}.cu", architecture(arch), macros).code).hexdigest()
+    return machine_code(compile_kernel(f"{kernel}.cu", architecture(arch), macros).code)
+
+
+def machine_code(elf: bytes) -> str:
+    """Return a digest of the instructions and constants in an ELF-64 file; other sections depend on names, too."""
+    table, entry, count, names = (*struct.unpack_from("<Q", elf, 0x28), *struct.unpack_from("<3H", elf, 0x3A))
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + entry * index) for index in range(count)]
+    texts = headers[names][4]
+    digest = hashlib.sha256()
+    for name, _, _, _, offset, size in headers:
+        text = elf[texts + name : elf.index(b"\0", texts + name)]
+        if text.startswith((b".text.", b".nv.constant3")):
+            digest.update(text + elf[offset : offset + size])
+    return digest.hexdigest()
 
 
 if __name__ == "__main__":

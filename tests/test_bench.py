@@ -225,6 +225,22 @@ def test_what_a_change_makes_different(tmp_path: Path, capsys: pytest.CaptureFix
     assert gradients == forward.replace("bench", "bench --grad")
 
 
+def test_machine_code_is_what_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed")
+    from cuconvt import compile as compiler
+
+    script = script_of_benchmarks("changed")
+    texts = dict(compiler.sources_of("few_channels.cu"))
+    codes = []
+    for shared in ("", "// A comment.\nconstexpr int UNUSED = 1;\n"):
+        for own in ("", "#define DTYPE BFLOAT16\n"):
+            changed = {"common.cuh": texts["common.cuh"] + shared, "few_channels.cu": own + texts["few_channels.cu"]}
+            monkeypatch.setattr(compiler, "sources_of", lambda _, changed=changed: {**texts, **changed})
+            codes.append(script.machine_code(compiler.compile_kernel("few_channels.cu", "sm_80").code))
+    assert codes[:2] == codes[2:]
+    assert codes[0] != codes[1]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
