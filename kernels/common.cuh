@@ -1,8 +1,34 @@
-// What every kernel shares: element types with their conversions, the arithmetic of phases, launch parameters.
-// No CUDA header is included, so that a specialisation compiles in a fraction of a second and on any host.
+// What every kernel shares: what it is specialised on, element types with their conversions, the arithmetic of phases, launch
+// parameters. No CUDA header is included, so that a specialisation compiles in a fraction of a second and on any host.
 #pragma once
 
 #include "ptx.cuh"
+
+// ---- what is fixed at compile time, with defaults, so that every file compiles alone ---------------------------------
+
+#define FLOAT16 0
+#define BFLOAT16 1
+#define FLOAT32 2
+#define FLOAT64 3
+
+#ifndef DTYPE
+#define DTYPE FLOAT32
+#endif
+#ifndef KERNEL_D
+#define KERNEL_D 3
+#define KERNEL_H 3
+#define KERNEL_W 3
+#endif
+#ifndef STRIDE_D
+#define STRIDE_D 2
+#define STRIDE_H 2
+#define STRIDE_W 2
+#endif
+#ifndef DILATION_D
+#define DILATION_D 1
+#define DILATION_H 1
+#define DILATION_W 1
+#endif
 
 // An asynchronous copy of 4, 8 or 16 bytes, of which the first `bytes` are there and the rest become zeros.
 template <int BYTES> __device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes) {
@@ -13,11 +39,6 @@ template <int BYTES> __device__ __forceinline__ void copy_async(void* shared, co
 }
 
 // ---- element types -------------------------------------------------------------------------------------------------
-
-#define FLOAT16 0
-#define BFLOAT16 1
-#define FLOAT32 2
-#define FLOAT64 3
 
 struct Half {
     unsigned short bits;
@@ -33,6 +54,8 @@ template <> struct Element<FLOAT16> { typedef Half Stored; typedef float Accumul
 template <> struct Element<BFLOAT16> { typedef BFloat16 Stored; typedef float Accumulator; };
 template <> struct Element<FLOAT32> { typedef float Stored; typedef float Accumulator; };
 template <> struct Element<FLOAT64> { typedef double Stored; typedef double Accumulator; };
+typedef Element<DTYPE>::Stored Stored;
+typedef Element<DTYPE>::Accumulator Acc;
 
 __device__ __forceinline__ float widen(Half value) { return half_bits_to_float(value.bits); }
 __device__ __forceinline__ float widen(BFloat16 value) { return __uint_as_float((unsigned)value.bits << 16); }
@@ -53,8 +76,21 @@ __device__ __forceinline__ void narrow(float value, BFloat16& to) {
 #endif
 }
 
+__device__ __forceinline__ void zero(Half& value) { value.bits = 0; }
+__device__ __forceinline__ void zero(BFloat16& value) { value.bits = 0; }
+__device__ __forceinline__ void zero(float& value) { value = 0; }
+
+__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
+__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
+__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
+
+// The other way round, of the low bits.
+__device__ __forceinline__ void from_bits(unsigned bits, Half& value) { value.bits = (unsigned short)bits; }
+__device__ __forceinline__ void from_bits(unsigned bits, BFloat16& value) { value.bits = (unsigned short)bits; }
+__device__ __forceinline__ void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
+
 // Two neighbouring 16-bit numbers, as the word that they are in memory.
-template <class Stored> __device__ __forceinline__ unsigned narrow_two(float low, float high) {
+template <class T> __device__ __forceinline__ unsigned narrow_two(float low, float high) {
     return floats_to_half_bits(low, high);
 }
 template <> __device__ __forceinline__ unsigned narrow_two<BFloat16>(float low, float high) {
@@ -66,12 +102,22 @@ template <class T, int N> struct alignas(sizeof(T) * N) Pack {
     T value[N];
 };
 
+// Loads values that follow each other, as many at a time as divide them.
+template <class T, int N> __device__ __forceinline__ void load_vector(T (&to)[N], const T* from) {
+    constexpr int WIDTH = N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+#pragma unroll
+    for (int j = 0; j < N; j += WIDTH) {
+        const Pack<T, WIDTH> pack = *reinterpret_cast<const Pack<T, WIDTH>*>(from + j);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) to[j + i] = pack.value[i];
+    }
+}
+
 // Narrows values that follow each other, one or an even number, and stores them at once.
-template <class Stored, int N>
-__device__ __forceinline__ void store_vector(const Pack<float, N>& values, Stored* to) {
+template <class T, int N> __device__ __forceinline__ void store_vector(const Pack<float, N>& values, T* to) {
     if constexpr (N == 1) {
         narrow(values.value[0], *to);
-    } else if constexpr (sizeof(Stored) == 4) {
+    } else if constexpr (sizeof(T) == 4) {
         unsigned words[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) words[i] = __float_as_uint(values.value[i]);
@@ -79,7 +125,7 @@ __device__ __forceinline__ void store_vector(const Pack<float, N>& values, Store
     } else {
         unsigned words[N / 2];
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) words[i] = narrow_two<Stored>(values.value[2 * i], values.value[2 * i + 1]);
+        for (int i = 0; i < N / 2; ++i) words[i] = narrow_two<T>(values.value[2 * i], values.value[2 * i + 1]);
         store_words(to, words);
     }
 }

@@ -11,24 +11,6 @@
 // shared memory constants. Run-time: N, extents, padding, channels, strides, because one binary must serve every image.
 #include "boxes.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef THREADS_W  // threads of a block along W, H, D and the channels of the result
 #define THREADS_W 4
 #define THREADS_H 4
@@ -62,9 +44,6 @@
 #ifndef SHARED_BYTES  // what the plan reserves; 0 where there is no plan
 #define SHARED_BYTES 0
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
-typedef Element<DTYPE>::Accumulator Acc;
 
 constexpr int THREADS = THREADS_W * THREADS_H * THREADS_D * THREADS_C;
 constexpr int BOX_D = THREADS_D;
@@ -146,16 +125,6 @@ __device__ __forceinline__ void stage_weight(Acc* to, const Stored* weight, cons
     }
 }
 
-__device__ __forceinline__ void load_weights(Acc (&to)[CHANNELS], const Acc* from) {
-    constexpr int WIDTH = CHANNELS % 4 == 0 ? 4 : CHANNELS % 2 == 0 ? 2 : 1;
-#pragma unroll
-    for (int j = 0; j < CHANNELS; j += WIDTH) {
-        const Pack<Acc, WIDTH> pack = *reinterpret_cast<const Pack<Acc, WIDTH>*>(from + j);
-#pragma unroll
-        for (int i = 0; i < WIDTH; ++i) to[j + i] = pack.value[i];
-    }
-}
-
 // Adds all staged taps and channels to the thread's accumulators.
 __device__ __forceinline__ void accumulate(Acc (&acc)[POSITIONS_W][CHANNELS], const Acc* y, const Acc* weight,
                                            int channels) {
@@ -168,7 +137,7 @@ __device__ __forceinline__ void accumulate(Acc (&acc)[POSITIONS_W][CHANNELS], co
 #pragma unroll
                 for (int tap = 0; tap < TAPS_W; ++tap) {
                     Acc w[CHANNELS];
-                    load_weights(w, weight_row + tap * W_ROW);
+                    load_vector(w, weight_row + tap * W_ROW);
 #pragma unroll
                     for (int t = 0; t < POSITIONS_W; ++t) {
                         const Acc value = y_row[t * AxisW::STEP + tap * AxisW::HOP];

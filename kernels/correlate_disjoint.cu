@@ -17,13 +17,13 @@
 // is the next tile's first one, before the present one is multiplied, so that memory is never asked for too little.
 //
 // Compile-time: kernel, dtype, precision, tile. Run-time: N, extents, padding, channels.
-#include "pieces.cuh"
-
 #ifndef KERNEL_D  // and stride
 #define KERNEL_D 2
 #define KERNEL_H 2
 #define KERNEL_W 2
 #endif
+#include "pieces.cuh"
+
 #ifndef WORKERS  // warpgroups
 #define WORKERS 2
 #endif

@@ -13,24 +13,6 @@
 // where it is 1 or the number of channels. Run-time: N, extents, padding, channels, all other strides.
 #include "rows.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 4
-#define KERNEL_H 4
-#define KERNEL_W 4
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef POSITIONS_W  // positions a thread owns along W
 #define POSITIONS_W 2
 #endif
@@ -55,9 +37,6 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 3
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
-typedef Element<DTYPE>::Accumulator Acc;
 
 constexpr unsigned MAX_THREADS = 128;  // a block has fewer where the rows of a plane have fewer positions
 constexpr int TAPS = KERNEL_D * KERNEL_H * KERNEL_W;

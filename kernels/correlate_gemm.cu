@@ -13,29 +13,8 @@
 // Compile-time: kernel, stride, dilation, dtype, precision and tile, and what copies of channels-last positions take at a time.
 // Run-time: N, extents, padding, channels, strides.
 #include "boxes.cuh"
-#include "tf32.cuh"
+#include "mma.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef PRECISION
-#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef WARPS_D  // warps of a block along D, H, W and the channels of the result
 #define WARPS_D 2
 #define WARPS_H 1
@@ -73,8 +52,6 @@
 #define SHARED_BYTES 0
 #endif
 
-typedef Element<DTYPE>::Stored Stored;
-
 constexpr int THREADS = 32 * WARPS_D * WARPS_H * WARPS_W * WARPS_C;
 constexpr int ROW = 8;  // positions
 constexpr int WARP_H = ROWS_ALONG_W ? 1 : ROWS;
@@ -87,7 +64,6 @@ constexpr int BOX_C = WARPS_C * TILES_C * 8;
 typedef Staged<KERNEL_H, STRIDE_H, DILATION_H, BOX_H> AxisH;
 typedef Staged<KERNEL_W, STRIDE_W, DILATION_W, BOX_W> AxisW;
 
-constexpr int CHANNELS_A_WORD = 4 / (int)sizeof(Stored);
 constexpr int WORDS = 8 * K_STEPS;  // of channels of y in a stage
 constexpr int CHUNK = WORDS * CHANNELS_A_WORD;
 
@@ -200,10 +176,6 @@ __device__ __forceinline__ void stage_rows(unsigned* to, const Stored* y, const 
     }
 }
 
-__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
-
 // Any strides and alignment: a word at a time.
 __device__ __forceinline__ void stage_words(unsigned* to, const Stored* y, const Problem& p, const Box& box) {
     constexpr int ITEMS = Y_POSITIONS, SHARE = share_of_words(ITEMS);
@@ -246,16 +218,6 @@ __device__ __forceinline__ void stage_weight(unsigned* to, const unsigned* packe
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-#if DTYPE == FLOAT16
-    mma_m16n8k16_f16(d, a, b, d);
-#elif DTYPE == BFLOAT16
-    mma_m16n8k16_bf16(d, a, b, d);
-#else
-    mma_m16n8k8_tf32(d, a, b, d);
-#endif
-}
 
 // An mma tile is the rows m and m + TILES_M of a warp. Tap k of tile m reads the pair of lines m * STEP + k * HOP of the
 // warp's lines of y, so that a pair is loaded once for all taps along H that meet it.
@@ -477,10 +439,6 @@ extern "C" __global__ void correlate_gemm_pack(const Stored* weight, unsigned* p
             word = bits_of(weight[co * p.weight_stride[1]]);
             if (CHANNELS_A_WORD == 2 && co + 1 < p.c_out) word |= bits_of(weight[(co + 1) * p.weight_stride[1]]) << 16;
         }
-        if (PRECISION == TF32X3) {
-            split(__uint_as_float(word), to[i], to[(FRAGMENT - 2) + i]);
-        } else {
-            to[i] = PRECISION == TF32 ? to_tf32(__uint_as_float(word)) : word;
-        }
+        to_operand(word, to[i], to[(FRAGMENT - 2) + i]);
     }
 }

@@ -16,29 +16,8 @@
 // Compile-time: kernel, stride, dilation, dtype, precision and tile. Run-time: N, extents, padding, channels, strides (of y along W,
 // 1).
 #include "boxes.cuh"
-#include "tf32.cuh"
+#include "mma.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef PRECISION
-#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef WARPS_D  // warps of a block along D and W
 #define WARPS_D 1
 #define WARPS_W 4
@@ -67,8 +46,6 @@
 #ifndef SHARED_BYTES  // what the plan asks for, to be compared with what the kernel needs
 #define SHARED_BYTES 0
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
 
 constexpr int THREADS = 32 * WARPS_D * WARPS_W;
 constexpr int ELEMENTS = 4 / (int)sizeof(Stored);  // of a word
@@ -114,10 +91,6 @@ typedef Pack<unsigned, WORDS> Fragment;
 constexpr int SHARED = WEIGHTS + STAGES * STAGE;
 static_assert(SHARED_BYTES == 0 || SHARED * 4 == SHARED_BYTES, "the plan's shared memory is not the kernel's");
 static_assert(STAGES >= 2, "copies are under way while a row is read");
-
-__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
 
 // ---- staging ---------------------------------------------------------------------------------------------------------
 
@@ -193,16 +166,6 @@ __device__ __forceinline__ void stage_weights(unsigned* to, const Stored* weight
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], const float (&c)[4]) {
-#if DTYPE == FLOAT16
-    mma_m16n8k16_f16(d, a, b, c);
-#elif DTYPE == BFLOAT16
-    mma_m16n8k16_bf16(d, a, b, c);
-#else
-    mma_m16n8k8_tf32(d, a, b, c);
-#endif
-}
 
 typedef float Sums[REACH + 1][SLICES][TILES_M][TILES_C][4];
 

@@ -18,13 +18,13 @@
 // all taps along W. What it needs of the next tile is loaded while it does, if there are registers for it (AHEAD).
 //
 // Compile-time: kernel, dtype, precision, tile and, as steps along K, the channels of x. Run-time: N, extents, padding, C_out.
-#include "pieces.cuh"
-
 #ifndef KERNEL_D  // and stride
 #define KERNEL_D 2
 #define KERNEL_H 2
 #define KERNEL_W 2
 #endif
+#include "pieces.cuh"
+
 #ifndef WORKERS  // warpgroups
 #define WORKERS 2
 #endif

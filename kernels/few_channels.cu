@@ -16,24 +16,6 @@
 // channels. Run-time: N, extents, padding, channels, all other strides.
 #include "common.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 4
-#define KERNEL_H 4
-#define KERNEL_W 4
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef SHIFT_W  // padding modulo stride along W
 #define SHIFT_W 1
 #endif
@@ -66,9 +48,6 @@
 #endif
 
 #include "aligned_row.cuh"
-
-typedef Element<DTYPE>::Stored Stored;
-typedef Element<DTYPE>::Accumulator Acc;
 
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
 typedef Axis<KERNEL_H, STRIDE_H, DILATION_H> AxisH;

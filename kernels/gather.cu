@@ -9,24 +9,6 @@
 // Run-time: N, extents, padding, channels, strides, because one binary must serve every image.
 #include "common.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef THREADS_W  // threads of a block along W, H, D and the output channels
 #define THREADS_W 4
 #define THREADS_H 4
@@ -61,9 +43,6 @@
 #ifndef SHARED_BYTES  // what the plan reserves; 0 where there is no plan
 #define SHARED_BYTES 0
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
-typedef Element<DTYPE>::Accumulator Acc;
 
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
 typedef Axis<KERNEL_H, STRIDE_H, DILATION_H> AxisH;
@@ -205,16 +184,6 @@ __device__ __forceinline__ void stage_weight(Acc* to, const Stored* weight, cons
     }
 }
 
-__device__ __forceinline__ void load_weights(Acc (&to)[CHANNELS], const Acc* from) {
-    constexpr int WIDTH = CHANNELS % 4 == 0 ? 4 : CHANNELS % 2 == 0 ? 2 : 1;
-#pragma unroll
-    for (int j = 0; j < CHANNELS; j += WIDTH) {
-        const Pack<Acc, WIDTH> pack = *reinterpret_cast<const Pack<Acc, WIDTH>*>(from + j);
-#pragma unroll
-        for (int i = 0; i < WIDTH; ++i) to[j + i] = pack.value[i];
-    }
-}
-
 // Adds all staged taps and channels to the thread's accumulators.
 __device__ __forceinline__ void accumulate(Acc (&acc)[PHASES_W][POSITIONS_W][CHANNELS], const Acc* x, const Acc* weight,
                                            int channels, int taps_d, int taps_h) {
@@ -228,7 +197,7 @@ __device__ __forceinline__ void accumulate(Acc (&acc)[PHASES_W][POSITIONS_W][CHA
 #pragma unroll
                 for (int tap = 0; tap < TAPS_W; ++tap) {
                     Acc w[CHANNELS];
-                    load_weights(w, weight_row + tap * W_ROW);
+                    load_vector(w, weight_row + tap * W_ROW);
                     const int phase = HALO_W ? AxisW::phase_of(tap) : 0;
                     const int back = HALO_W ? AxisW::back(tap) : 0;
 #pragma unroll

@@ -15,30 +15,9 @@
 //
 // Compile-time: kernel, stride, dilation, padding modulo stride, dtype, precision and tile. Run-time: N, extents, the box, padding,
 // channels.
-#include "common.cuh"
-#include "tf32.cuh"
+#include "mma.cuh"
+#include "pieces.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef PRECISION
-#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef SHIFT_D  // padding modulo stride
 #define SHIFT_D 1
 #define SHIFT_H 1
@@ -77,8 +56,6 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 4
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
 
 // One axis of cells.
 template <int KERNEL, int STRIDE, int DILATION, int SHIFT> struct Cells {
@@ -121,9 +98,7 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int TILE_C = 8 * TILES_C;
 constexpr int CELLS = 16 * TILES_M;  // of a warp at a time
 
-constexpr int PIECE = 16 / (int)sizeof(Stored);  // channels
 constexpr int PIECES = HALF_K ? GROUPS : 2 * K_STEPS;
-constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // high and low
 constexpr int BATCH = PIECES * PIECE > 8 * GROUPS ? 1 : 2;  // positions that a thread loads before it stores the first
 
 // Weights in fragment order: [tap][k step][8 channels][lane][word].
@@ -162,17 +137,7 @@ static_assert(GROUPS == 1 || (GROUPS == 2 && HALF_K && TILES_C == 2), "a piece a
 
 constexpr Index OUTSIDE = (Index)(INDEX64 ? 1ll << 46 : -(1ll << 31));  // an offset that no element has
 
-typedef Pack<unsigned, 4> Piece;
-typedef Pack<Stored, PIECE> Channels;  // of one position
 typedef Pack<unsigned, WORDS> Fragment;
-
-__device__ __forceinline__ void zero(Half& value) { value.bits = 0; }
-__device__ __forceinline__ void zero(BFloat16& value) { value.bits = 0; }
-__device__ __forceinline__ void zero(float& value) { value = 0; }
-
-__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
 
 // ---- where things are --------------------------------------------------------------------------------------------------
 
@@ -222,20 +187,6 @@ __device__ __forceinline__ Cell cell_of(int index, const Problem& p) {
 }
 
 // ---- staging -----------------------------------------------------------------------------------------------------------
-
-// One piece of a position, as its parts.
-__device__ __forceinline__ void pack(const Channels& c, Piece (&parts)[PARTS]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (sizeof(Stored) == 2) {
-            parts[0].value[i] = bits_of(c.value[2 * i % PIECE]) | bits_of(c.value[(2 * i + 1) % PIECE]) << 16;
-        } else if (PRECISION == TF32X3) {
-            split(widen(c.value[i]), parts[0].value[i], parts[PARTS - 1].value[i]);
-        } else {
-            parts[0].value[i] = to_tf32(widen(c.value[i]));
-        }
-    }
-}
 
 // Loads a position's channels, or those that exist, before any is used. Of two groups, each has a piece.
 template <bool VECTOR>
@@ -647,7 +598,6 @@ __device__ __forceinline__ void store(float* turned, const Sums& sums, const flo
 
 // What a lane holds of fragment [tap][k step][8 channels] of a group's tile of output channels, or of two groups' eights.
 __device__ __forceinline__ Fragment fragment_of(const Stored* weight, unsigned set, int index, int lane, const Problem& p) {
-    constexpr int CHANNELS_A_WORD = 4 / (int)sizeof(Stored);
     const unsigned group = set / (unsigned)p.tiles[3], tile_c = set % (unsigned)p.tiles[3];
     const int eight = index % TILES_C, step = index / TILES_C % K_STEPS, tap = index / TILES_C / K_STEPS;
     const int tap_w = tap % KERNEL_W, tap_h = tap / KERNEL_W % KERNEL_H, tap_d = tap / KERNEL_W / KERNEL_H;
@@ -663,11 +613,7 @@ __device__ __forceinline__ Fragment fragment_of(const Stored* weight, unsigned s
             word = bits_of(weight[c * p.weight_stride[0]]);
             if (CHANNELS_A_WORD == 2 && c + 1 < p.c_in) word |= bits_of(weight[(c + 1) * p.weight_stride[0]]) << 16;
         }
-        if (PRECISION == TF32X3) {
-            split(__uint_as_float(word), fragment.value[i], fragment.value[WORDS - 2 + i]);
-        } else {
-            fragment.value[i] = PRECISION == TF32 ? to_tf32(__uint_as_float(word)) : word;
-        }
+        to_operand(word, fragment.value[i], fragment.value[PARTS == 2 ? 2 + i : i]);
     }
     return fragment;
 }

@@ -16,30 +16,8 @@
 //
 // Compile-time: kernel, stride, dilation, dtype, precision and tile, and what copies of channels-last positions take at a time.
 // Run-time: N, extents, padding, channels, strides.
-#include "common.cuh"
-#include "tf32.cuh"
+#include "mma.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef PRECISION
-#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef PHASES_AS_CHANNELS
 #define PHASES_AS_CHANNELS 0
 #endif
@@ -80,8 +58,6 @@
 #define SHARED_BYTES 0
 #endif
 
-typedef Element<DTYPE>::Stored Stored;
-
 // What the GEMM has of taps, and of phases beside each other, along an axis.
 constexpr int TAPS_D = PHASES_AS_CHANNELS ? KERNEL_D / STRIDE_D : KERNEL_D;
 constexpr int TAPS_H = PHASES_AS_CHANNELS ? KERNEL_H / STRIDE_H : KERNEL_H;
@@ -106,7 +82,6 @@ constexpr int BOX_H = WARPS_H * WARP_H;
 constexpr int BOX_W = WARPS_W * WARP_W;
 constexpr int BOX_C = WARPS_C * TILES_C * 8;
 
-constexpr int CHANNELS_A_WORD = 4 / (int)sizeof(Stored);
 constexpr int WORDS = 8 * K_STEPS;  // of input channels in a stage
 constexpr int CHUNK = WORDS * CHANNELS_A_WORD;
 
@@ -304,10 +279,6 @@ __device__ __forceinline__ void stage_x_rows(unsigned* to, const Stored* x, cons
     }
 }
 
-__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
-
 // Any strides and alignment: a word at a time.
 __device__ __forceinline__ void stage_x_words(unsigned* to, const Stored* x, const Problem& p, const Box& box) {
     constexpr int ITEMS = X_POSITIONS, SHARE = share_of_words(ITEMS);
@@ -363,16 +334,6 @@ __host__ __device__ constexpr int packed_place(int tap) {
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-#if DTYPE == FLOAT16
-    mma_m16n8k16_f16(d, a, b, d);
-#elif DTYPE == BFLOAT16
-    mma_m16n8k16_bf16(d, a, b, d);
-#else
-    mma_m16n8k8_tf32(d, a, b, d);
-#endif
-}
 
 // An mma tile is the rows m and m + ROWS / 2, so that the tile of another tap along H is another such pair of rows.
 constexpr int TILES_M = ROWS / 2;
@@ -808,10 +769,6 @@ extern "C" __global__ void phase_gemm_pack(const Stored* weight, unsigned* packe
             word = bits_of(weight[c * p.weight_stride[0]]);
             if (CHANNELS_A_WORD == 2 && c + 1 < p.c_in) word |= bits_of(weight[(c + 1) * p.weight_stride[0]]) << 16;
         }
-        if (PRECISION == TF32X3) {
-            split(__uint_as_float(word), to[i], to[(FRAGMENT - 2) + i]);
-        } else {
-            to[i] = PRECISION == TF32 ? to_tf32(__uint_as_float(word)) : word;
-        }
+        to_operand(word, to[i], to[(FRAGMENT - 2) + i]);
     }
 }

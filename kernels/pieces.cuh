@@ -1,40 +1,16 @@
-// What the kernels for Hopper's tensor cores multiply: their dtype and precision, 16-byte pieces of channels, and the instruction.
+// 16-byte pieces of channels, and Hopper's instruction that multiplies them.
 #pragma once
 
-#include "common.cuh"
 #include "tf32.cuh"
-
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef PRECISION
-#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
-#endif
 
 #ifndef COPY_BYTES  // of a channels-last position that copies bring at a time: 16, or 8 or 4 where positions start so
 #define COPY_BYTES 16
 #endif
 
-typedef Element<DTYPE>::Stored Stored;
-
 constexpr int PIECE = 16 / (int)sizeof(Stored);  // channels
-constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // high and low
 
 typedef Pack<unsigned, 4> Piece;  // 16 bytes of shared memory
 typedef Pack<Stored, PIECE> Channels;  // of one position
-
-__device__ __forceinline__ void zero(Half& value) { value.bits = 0; }
-__device__ __forceinline__ void zero(BFloat16& value) { value.bits = 0; }
-__device__ __forceinline__ void zero(float& value) { value = 0; }
-
-__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
-
-// The other way round, of the low bits.
-__device__ __forceinline__ void from_bits(unsigned bits, Half& value) { value.bits = (unsigned short)bits; }
-__device__ __forceinline__ void from_bits(unsigned bits, BFloat16& value) { value.bits = (unsigned short)bits; }
-__device__ __forceinline__ void from_bits(unsigned bits, float& value) { value = __uint_as_float(bits); }
 
 // How many of the pieces of weights of a chunk a thread packs: 16 channels of them.
 __host__ __device__ constexpr int packed_pieces(int pieces) { return pieces * PIECE < 16 ? pieces : 16 / PIECE; }

@@ -16,21 +16,6 @@
 // padding, input channels, groups, strides, and the box.
 #include "pieces.cuh"
 
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef CHANNELS_OUT  // of a group
 #define CHANNELS_OUT 1
 #endif

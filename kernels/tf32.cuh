@@ -1,10 +1,17 @@
-// Rounding of float32 numbers to TF32, and their splitting into two of them.
+// What tensor cores multiply: the precision, rounding of float32 numbers to TF32, and their splitting into two of them.
 #pragma once
+
+#include "common.cuh"
 
 // What a kernel multiplies, its PRECISION:
 #define NATIVE 0  // 16-bit operands as they are
 #define TF32 1    // rounded to TF32
 #define TF32X3 3  // three products of TF32 parts: as accurate as float32
+#ifndef PRECISION
+#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
+#endif
+
+constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // of an operand: high and low
 
 // The low 13 bits of what a tensor core reads are dropped. Adding half of what the last kept bit counts, which the power of
 // two below the value tells, rounds to the nearest TF32 number; Inf and NaN stay.

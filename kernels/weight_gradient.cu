@@ -12,24 +12,6 @@
 #include "boxes.cuh"
 #include "partial_sums.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef TAPS_D  // taps of a tile
 #define TAPS_D 1
 #define TAPS_H 1
@@ -62,9 +44,6 @@
 #ifndef SHARED_BYTES  // what the plan reserves; 0 where there is no plan
 #define SHARED_BYTES 0
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
-typedef Element<DTYPE>::Accumulator Acc;
 
 constexpr int TILE_IN = THREADS_IN * CHANNELS_IN;
 constexpr int TILE_OUT = THREADS_OUT * CHANNELS_OUT;

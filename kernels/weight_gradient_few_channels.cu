@@ -13,24 +13,6 @@
 #include "partial_sums.cuh"
 #include "rows.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 4
-#define KERNEL_H 4
-#define KERNEL_W 4
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef TAPS_H  // rows of the kernel that a block owns
 #define TAPS_H 4
 #endif
@@ -55,9 +37,6 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 3
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
-typedef Element<DTYPE>::Accumulator Acc;
 
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;

@@ -16,29 +16,8 @@
 // (tiles[3]).
 #include "boxes.cuh"
 #include "partial_sums.cuh"
-#include "tf32.cuh"
+#include "mma.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT32
-#endif
-#ifndef PRECISION
-#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef WARPS_IN  // warps of a block along the channels of x and y, the taps along H, and the positions
 #define WARPS_IN 1
 #define WARPS_OUT 2
@@ -78,8 +57,6 @@
 #ifndef SHARED_BYTES  // what the plan asks for, to be compared with what the kernel needs
 #define SHARED_BYTES 0
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
 
 constexpr int THREADS_C = 32 * WARPS_IN * WARPS_OUT * WARPS_H;
 constexpr int THREADS = THREADS_C * WARPS_K;
@@ -140,10 +117,6 @@ constexpr int SHARED = 2 * STAGE > TURNED ? 2 * STAGE : TURNED;  // in words
 static_assert(SHARED_BYTES == 0 || SHARED * 4 == SHARED_BYTES, "the plan's shared memory is not the kernel's");
 
 // ---- staging ---------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ unsigned bits_of(Half value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(BFloat16 value) { return value.bits; }
-__device__ __forceinline__ unsigned bits_of(float value) { return __float_as_uint(value); }
 
 // Threads take positions, and each a share of the channels: addresses and borders are worked out once a position.
 __host__ __device__ constexpr int share_of_channels(int positions, int channels) {
@@ -252,16 +225,6 @@ __device__ __forceinline__ void stage(unsigned* to, const Stored* from, const Pl
 }
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-#if DTYPE == FLOAT16
-    mma_m16n8k16_f16(d, a, b, d);
-#elif DTYPE == BFLOAT16
-    mma_m16n8k16_bf16(d, a, b, d);
-#else
-    mma_m16n8k8_tf32(d, a, b, d);
-#endif
-}
 
 // Where row r of a box starts; rows run along W first. Steps start at rows for which this is linear.
 template <class Box, int STEP_H> __device__ __forceinline__ constexpr int row_offset(int r) {

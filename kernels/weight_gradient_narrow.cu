@@ -13,31 +13,13 @@
 // Compile-time: kernel, stride, dilation, the padding along W modulo the stride, dtype, precision, how taps are shared by
 // warps, and stages. Run-time: N, extents, the box, padding, channels, strides, and into how many parts the boxes are cut
 // (tiles[3]).
-#include "boxes.cuh"
-#include "partial_sums.cuh"
-#include "tf32.cuh"
-
 #ifndef DTYPE
 #define DTYPE BFLOAT16
 #endif
-#ifndef PRECISION
-#define PRECISION (DTYPE == FLOAT32 ? TF32X3 : NATIVE)
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 2
-#define STRIDE_H 2
-#define STRIDE_W 2
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
+#include "boxes.cuh"
+#include "partial_sums.cuh"
+#include "mma.cuh"
+
 #ifndef SHIFT_W  // padding before along W, modulo the stride
 #define SHIFT_W 1
 #endif
@@ -61,8 +43,6 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 1
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
 
 constexpr int THREADS_C = 32 * WARPS_D * WARPS_H;
 constexpr int WORKERS = THREADS_C * WARPS_K;  // threads that multiply; those that copy follow
@@ -299,16 +279,6 @@ __device__ __forceinline__ unsigned stage(Stored* to, const Stored* from, const 
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-#if DTYPE == FLOAT16
-    mma_m16n8k16_f16(d, a, b, d);
-#elif DTYPE == BFLOAT16
-    mma_m16n8k16_bf16(d, a, b, d);
-#else
-    mma_m16n8k8_tf32(d, a, b, d);
-#endif
-}
-
 // The first words of a row that hold a lane's elements, which begin with the first word, or (`odd`) in the middle of it.
 template <int WORDS> struct Window {
     unsigned word[WORDS];
@@ -356,8 +326,6 @@ template <int WORDS> struct Window {
 };
 constexpr int WORDS_Y = 2 * STRIDE_W + PER_WORD - 1;
 constexpr int WORDS_X = ceil_div(OWN + REACH_W + PER_WORD - 1, PER_WORD);
-
-constexpr int PARTS = PRECISION == TF32X3 ? 2 : 1;  // of an operand: high, low
 
 template <int N> __device__ __forceinline__ void round_or_split(unsigned (&part)[PARTS][N]) {
 #pragma unroll

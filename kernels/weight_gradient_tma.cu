@@ -31,21 +31,6 @@
 #include "pieces.cuh"
 #include "turn.cuh"
 
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 1
-#define STRIDE_H 1
-#define STRIDE_W 1
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef WORKERS  // warpgroups that multiply
 #define WORKERS 2
 #endif
@@ -64,13 +49,13 @@
 #define TAPS_W 3
 #endif
 #ifndef APART_D
-#define APART_D 1
+#define APART_D STRIDE_D
 #endif
 #ifndef APART_H
-#define APART_H 1
+#define APART_H STRIDE_H
 #endif
 #ifndef APART_W
-#define APART_W 1
+#define APART_W STRIDE_W
 #endif
 #ifndef FOLD  // taps along W that are channels of y, of each tap as many
 #define FOLD 1

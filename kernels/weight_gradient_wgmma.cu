@@ -17,28 +17,13 @@
 // Compile-time: kernel, stride, dilation, dtype, tile, and by how many elements staged rows of y begin before the first one
 // used (EARLY), since halves of words are picked by it. Run-time: N, extents, the box, padding, channels, strides, the width
 // of loads, and into how many parts the positions are cut (tiles[3]).
+#ifndef DTYPE
+#define DTYPE FLOAT16
+#endif
 #include "boxes.cuh"
 #include "partial_sums.cuh"
 #include "tf32.cuh"
 
-#ifndef DTYPE
-#define DTYPE FLOAT16
-#endif
-#ifndef KERNEL_D
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STRIDE_D
-#define STRIDE_D 1
-#define STRIDE_H 1
-#define STRIDE_W 1
-#endif
-#ifndef DILATION_D
-#define DILATION_D 1
-#define DILATION_H 1
-#define DILATION_W 1
-#endif
 #ifndef WORKERS  // warpgroups that multiply
 #define WORKERS 2
 #endif
@@ -73,8 +58,6 @@
 #define WORKER_REGISTERS 232
 #define STAGER_REGISTERS 40
 #endif
-
-typedef Element<DTYPE>::Stored Stored;
 
 typedef Staged<TAPS_D, STRIDE_D, DILATION_D, 1> AxisD;
 typedef Staged<TAPS_H, STRIDE_H, DILATION_H, 1> AxisH;
