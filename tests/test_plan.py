@@ -65,7 +65,7 @@ def values(plan: Plan, name: str) -> Ints:
     return (defines[f"{name}_D"], defines[f"{name}_H"], defines[f"{name}_W"])
 
 
-def seen_by(plan: Plan, geometry: Geometry) -> Geometry:
+def seen_by(plan: Plan, geometry: Geometry, last: bool = False) -> Geometry:
     """Return the geometry with its axes as the kernel has them: some turn those of 1-D and 2-D problems."""
     turns = {
         "few_channels": batch_as_axis,
@@ -75,7 +75,7 @@ def seen_by(plan: Plan, geometry: Geometry) -> Geometry:
     }
     if plan.kernel not in turns:
         return geometry
-    turned, layout = turns[plan.kernel](geometry, layout_of(geometry))
+    turned, layout = turns[plan.kernel](geometry, layout_of(geometry, last))
     return reached_planes(turned, layout)[0] if plan.kernel == "phase_wgmma" else turned
 
 
@@ -114,7 +114,8 @@ def registers_needed(plan: Plan) -> int:
     axes = zip(*(values(plan, name) for name in ("KERNEL", "STRIDE", "DILATION")), strict=True)
     live_phases = [len({tap * dilation % stride for tap in range(kernel)}) for kernel, stride, dilation in axes]
     if plan.kernel == "narrow_groups":
-        return 4 * defines["TILES_M"] * defines["TILES_C"] * prod(live_phases) + 40
+        at_once = prod(live_phases[defines["SPLIT"] :])  # of those along D one after the other, if so
+        return 4 * defines["TILES_M"] * defines["TILES_C"] * at_once + 40
     return 2 * defines["ROWS"] * defines["TILES_C"] * live_phases[2] + 40
 
 
@@ -169,7 +170,7 @@ def test_a_plan_fits_its_device(problem: Problem, kind: Kind, arch: int, last: b
     threads = plan.block * dict(plan.defines)["MIN_BLOCKS"]
     assert threads <= 1536, "more than a multiprocessor of every architecture holds"
     assert min(255, 65536 // threads) >= registers_needed(plan)
-    geometry = seen_by(plan, geometry_of(problem))
+    geometry = seen_by(plan, geometry_of(problem), last)
     assert values(plan, "KERNEL") == geometry.kernel
     assert values(plan, "STRIDE") == geometry.stride
     if plan.kernel != "disjoint":
@@ -241,9 +242,11 @@ def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -
         assert min(reached) >= first
         assert max(reached) < first + tiles[axis] * box[axis]
         assert max(reached) >= first + (tiles[axis] - 1) * box[axis], "the last box holds no output"
-    assert 0 <= tiles[3] * box[3] - geometry.c_out_per_group < box[3]
-    all_phases_along_w = dict(plan.defines).get("HALO_W", 1)
-    phases = geometry.stride[:2] if all_phases_along_w else geometry.stride
+    defines = dict(plan.defines)
+    channels, phases = geometry.c_out_per_group, geometry.stride[:2] if defines.get("HALO_W", 1) else geometry.stride
+    if defines.get("PHASES_AS_CHANNELS"):
+        channels, phases = channels * prod(geometry.stride), ()
+    assert 0 <= tiles[3] * box[3] - channels < box[3]
     assert plan.grid == prod(tiles) * prod(phases) * geometry.groups * geometry.n
 
 
@@ -318,8 +321,10 @@ def assert_boxes_cover_every_output(plan: Plan, geometry: Geometry, device: Devi
     fields, defines, box = problem_of(plan), dict(plan.defines), box_of(plan)
     tiles = fields["tiles"]
     for axis in range(3):
-        # A box begins where the output does, in each phase.
-        count = -(-geometry.out_extent[axis] // geometry.stride[axis])
+        # A box begins where the output does, in each phase, or with all outputs of its first position.
+        all_of_a_position = (defines["SLIDES"], 0, defines["JOIN_W"])[axis]
+        outputs = -(-geometry.out_extent[axis] // geometry.stride[axis])
+        count = positions(geometry, axis) if all_of_a_position else outputs
         assert (tiles[axis] - 1) * box[axis] < count <= tiles[axis] * box[axis]
     assert 0 <= tiles[3] * box[3] - geometry.c_out_per_group < box[3]
     phases = 1 if defines["ALL_PHASES"] else prod(geometry.stride[:2])
@@ -679,7 +684,7 @@ def test_a_plan_of_phase_wgmma(problem: Problem, kind: Kind, last: bool, multipr
     blocks = defines["MIN_BLOCKS"]
     assert (plan.shared_bytes + 1024) * blocks <= DEVICES[90].shared_bytes + 1024
     assert registers_needed(plan) * plan.block * blocks <= 65536
-    assert_boxes_cover_every_output(plan, seen_by(plan, geometry_of(problem)), device)
+    assert_boxes_cover_every_output(plan, seen_by(plan, geometry_of(problem), last), device)
 
 
 @given(problem=problems(), kind=kinds, last=st.booleans(), n=st.sampled_from((1, 2, 37)), more=st.integers(1, 40))
