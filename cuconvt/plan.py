@@ -21,6 +21,7 @@ from cuconvt.tensor_map import TensorMap
 Ints = tuple[int, ...]
 AXES = "DHW"
 DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # the kernels' DTYPE
+PRECISION_CODES = {None: 0, "tf32": 1, "tf32x3": 3}  # and PRECISION
 MAX_GRID = 2**31 - 1
 WHOLE = 16  # elements that any copy of 16 bytes divides
 INDEX_LIMIT = 2**31  # from here on kernels compute indices in 64 bits
@@ -413,6 +414,3 @@ def problem_struct(plan: Plan) -> np.ndarray:
 def struct_of(numbers: Ints) -> np.ndarray:
     """Return 64-bit numbers as one value."""
     return np.array(numbers, np.int64).view(f"V{8 * len(numbers)}")
-
-
-PRECISION_CODES = {None: 0, "tf32": 1, "tf32x3": 3}

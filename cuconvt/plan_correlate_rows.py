@@ -147,17 +147,12 @@ class Work(correlate_wgmma.Work):
         g, itemsize = geometry, 4 if dtype == "float32" else 2
         # Contiguous rows whose extents differ by whole strides agree in whether words are whole.
         left = g.x_extent[2] % g.stride[2] * itemsize
-        self.shape: Shape = Shape(
-            g.rank,
-            g.kernel,
-            g.stride,
-            g.dilation,
-            g.c_in_per_group,
-            g.c_out_per_group,
-            itemsize,
-            3 if precision == "tf32x3" else 1,
-            False,
-            layout.out_channels_last,
+        self.shape: Shape = Shape.of(
+            g,
+            dtype,
+            precision,
+            x_channels_last=False,
+            out_channels_last=layout.out_channels_last,
             pairs=False,
             late=(0, 0, 0),
             pad_w=g.pad_before[2] % (4 * g.stride[2]),

@@ -120,22 +120,17 @@ class Work(WorkOnPlanes):
     def __init__(
         self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None, fold: int = 1, joined: int = 1
     ):
-        g, itemsize = geometry, 4 if dtype == "float32" else 2
-        self.shape = Shape(
-            g.rank,
-            g.kernel,
-            g.stride,
-            g.dilation,
-            g.c_in_per_group,
-            g.c_out_per_group,
-            itemsize,
-            3 if precision == "tf32x3" else 1,
-            layout.x_channels_last,
-            layout.out_channels_last,
+        itemsize = 4 if dtype == "float32" else 2
+        self.shape = Shape.of(
+            geometry,
+            dtype,
+            precision,
+            x_channels_last=layout.x_channels_last,
+            out_channels_last=layout.out_channels_last,
             pairs=False,
             late=(0, 0, 0),
             boxes=(precision != "tf32x3" or fold == joined == 1)
-            and can_be_boxed(g, layout, itemsize, 1 if joined > 1 else CHANNELS),
+            and can_be_boxed(geometry, layout, itemsize, 1 if joined > 1 else CHANNELS),
             fold=fold,
             joined=joined,
         )

@@ -26,7 +26,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_boxes import count_boxes
 from cuconvt.plan_copies import x_copy_macros, x_is_vector
-from cuconvt.plan_phase_wgmma_work import Work
+from cuconvt.plan_phase_wgmma_work import Work, reached_planes
 from cuconvt.plan_rounds import AROUND, AROUND_OF_BOXED, AROUND_OF_SPLIT, takes_longest_first, taps_of_phases
 from cuconvt.plan_search import remembered
 from cuconvt.plan_views import batch_as_depth
@@ -40,7 +40,6 @@ from cuconvt.plan_wgmma_sizes import (
     Shape,
     Tile,
     kinds_of_blocks,
-    reached_planes,
     registers_of,
 )
 

@@ -1,17 +1,20 @@
-"""The estimate of what a box of ``kernels/phase_wgmma.cu`` takes."""
+"""The problem as ``kernels/phase_wgmma.cu`` takes it, and the estimate of what a box does."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from math import prod
+from math import gcd, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
-from cuconvt.plan import Ints
+from cuconvt.geometry import Geometry
+from cuconvt.plan import Ints, Layout
+from cuconvt.plan_copies import others_divisible, x_is_vector
 from cuconvt.plan_wgmma_boxes import WorkOnPlanes
-from cuconvt.plan_wgmma_sizes import Box, Tile
+from cuconvt.plan_wgmma_sizes import Box, Shape, Tile, can_be_boxed
 
+STEP_BYTES = 32  # of a position's channels, that a wgmma multiplies
 # Rates of an H200's multiprocessor, per clock, that the cost estimate uses.
 SHARED_BYTES_A_CLOCK = 128
 L2_BYTES_A_CLOCK = 70
@@ -83,12 +86,75 @@ EXTENTS_OF_WIDE_BOXED: dict[int, tuple[Ints, ...]] = {
 }
 
 
+class Planes(NamedTuple):
+    """Which planes of a result along D taps reach: the first one and each one `step` further."""
+
+    extent: int  # of all
+    first: int
+    step: int
+
+
+def reached_planes(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout, Planes]:
+    """Leave out the planes along D that no tap reaches, for kernels that fill them by themselves.
+
+    An output o has a tap k where o + pad = i * stride + k * dilation for some i, a multiple of their common divisor. Of
+    these outputs alone, stride and dilation are as many times smaller. Results in rows, whose planes have no gaps.
+    """
+    g, all_of_them = geometry, Planes(geometry.out_extent[0], 0, 1)
+    step = g.stride[0] if g.kernel[0] == 1 else gcd(g.stride[0], g.dilation[0])
+    pad = -(-g.pad_before[0] // step)
+    first = step * pad - g.pad_before[0]
+    extent = -(-(g.out_extent[0] - first) // step)
+    dense = layout.out[4] == 1 and layout.out[3] == g.out_extent[2]
+    if step == 1 or extent < 1 or not dense or layout.out_channels_last:
+        return geometry, layout, all_of_them
+    reached = dataclasses.replace(
+        g,
+        stride=(g.stride[0] // step, *g.stride[1:]),
+        dilation=(1 if g.kernel[0] == 1 else g.dilation[0] // step, *g.dilation[1:]),
+        pad_before=(pad, *g.pad_before[1:]),
+        out_extent=(extent, *g.out_extent[1:]),
+    )
+    out = (*layout.out[:2], step * layout.out[2], *layout.out[3:])
+    return reached, dataclasses.replace(layout, out=out), Planes(g.out_extent[0], first, step)
+
+
+def _run(geometry: Geometry, layout: Layout, itemsize: int) -> int:
+    """Return how many outputs along W of a position, which follow each other, may be written at a time.
+
+    Contiguous results whose extents differ by whole strides agree in it.
+    """
+    run = gcd(geometry.stride[2], 16 // itemsize) if layout.out_aligned and layout.out[4] == 1 else 1
+    while geometry.out_extent[2] % run or not others_divisible(layout.out, 4, run):
+        run //= 2
+    return run
+
+
 class Work(WorkOnPlanes):
-    """What boxes of transposed convolutions take."""
+    """The sizes of a transposed convolution, and what its boxes take."""
 
     extents, extents_of_wide = TYPICAL_EXTENTS, TYPICAL_EXTENTS_OF_WIDE
     extents_of_rows, extents_of_wide_rows = EXTENTS_OF_ROWS, EXTENTS_OF_WIDE_ROWS
     extents_of_wide_boxed = EXTENTS_OF_WIDE_BOXED
+
+    def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout):
+        itemsize = 4 if dtype == "float32" else 2
+        run = 1 if layout.out_channels_last else _run(geometry, layout, itemsize)
+        g, layout, planes = reached_planes(geometry, layout)
+        self.shape = Shape.of(
+            g,
+            dtype,
+            precision,
+            x_channels_last=layout.x_channels_last,
+            out_channels_last=layout.out_channels_last,
+            pairs=dtype != "float32" and not layout.x_channels_last and x_is_vector(g, layout, 2),
+            late=tuple(int(p % st != 0) for p, st in zip(g.pad_before, g.stride, strict=True)),
+            run=run,
+            plane_step=planes.step,
+            boxes=can_be_boxed(g, layout, itemsize, STEP_BYTES // itemsize),
+            whole_chunks=g.groups > 1,
+        )
+        self._derive()
 
     def _derive(self) -> None:
         super()._derive()

@@ -5,14 +5,12 @@ They are those of ``kernels/phase_wgmma.cu``; ``correlate_wgmma.cu`` and ``corre
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any, NamedTuple, TypeVar
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, at_residue, magic, round_up, span
-from cuconvt.plan_copies import others_divisible, x_is_vector
 from cuconvt.plan_search import of_tile
 from cuconvt.tensor_map import MAX_BOX, STRIDE_BYTES, TensorMap, reads
 
@@ -36,7 +34,6 @@ REGISTERS_OF_SPLIT = {(2, 1, 1): (224, 56), (1, 1, 2): (208, 48), (3, 1, 1): (15
 ALL_REGISTERS = 65536  # of a multiprocessor
 MAX_REACHED = 2**30  # positions that bulk tensor copies count, with those of a box beyond the last
 SWIZZLED = 1024  # bytes after which a swizzle repeats
-STEP_BYTES = 32  # of a position's channels, that a wgmma multiplies
 PACKED_CHANNELS = 16  # of a weight, by a thread
 PACKS_A_THREAD = 4  # of a worker, who may do so: 16 channels of one tap each
 FILL_BYTES = 2176  # of shared memory, from which planes that no tap reaches are filled
@@ -127,48 +124,7 @@ def can_be_boxed(geometry: Geometry, layout: Layout, itemsize: int, channels: in
     )
 
 
-class Planes(NamedTuple):
-    """Which planes of a result along D taps reach: the first one and each one `step` further."""
-
-    extent: int  # of all
-    first: int
-    step: int
-
-
-def reached_planes(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout, Planes]:
-    """Leave out the planes along D that no tap reaches, for kernels that fill them by themselves.
-
-    An output o has a tap k where o + pad = i * stride + k * dilation for some i, a multiple of their common divisor. Of
-    these outputs alone, stride and dilation are as many times smaller. Results in rows, whose planes have no gaps.
-    """
-    g, all_of_them = geometry, Planes(geometry.out_extent[0], 0, 1)
-    step = g.stride[0] if g.kernel[0] == 1 else gcd(g.stride[0], g.dilation[0])
-    pad = -(-g.pad_before[0] // step)
-    first = step * pad - g.pad_before[0]
-    extent = -(-(g.out_extent[0] - first) // step)
-    dense = layout.out[4] == 1 and layout.out[3] == g.out_extent[2]
-    if step == 1 or extent < 1 or not dense or layout.out_channels_last:
-        return geometry, layout, all_of_them
-    reached = dataclasses.replace(
-        g,
-        stride=(g.stride[0] // step, *g.stride[1:]),
-        dilation=(1 if g.kernel[0] == 1 else g.dilation[0] // step, *g.dilation[1:]),
-        pad_before=(pad, *g.pad_before[1:]),
-        out_extent=(extent, *g.out_extent[1:]),
-    )
-    out = (*layout.out[:2], step * layout.out[2], *layout.out[3:])
-    return reached, dataclasses.replace(layout, out=out), Planes(g.out_extent[0], first, step)
-
-
-def run_of_outputs(geometry: Geometry, layout: Layout, itemsize: int) -> int:
-    """Return how many outputs along W of a position, which follow each other, may be written at a time.
-
-    Contiguous results whose extents differ by whole strides agree in it.
-    """
-    run = gcd(geometry.stride[2], 16 // itemsize) if layout.out_aligned and layout.out[4] == 1 else 1
-    while geometry.out_extent[2] % run or not others_divisible(layout.out, 4, run):
-        run //= 2
-    return run
+AnyShape = TypeVar("AnyShape", bound="Shape")
 
 
 @dataclass(frozen=True)
@@ -194,6 +150,22 @@ class Shape:
     joined: int = 1  # groups that are staged as one
     whole_chunks: bool = False  # whether boxes may have no channels beyond the last one, which are another group's
 
+    @classmethod
+    def of(cls: type[AnyShape], geometry: Geometry, dtype: str, precision: str | None, **others: Any) -> AnyShape:
+        """Return the shape of a problem, of which the other fields are given."""
+        g = geometry
+        return cls(
+            rank=g.rank,
+            kernel=g.kernel,
+            stride=g.stride,
+            dilation=g.dilation,
+            c_in=g.c_in_per_group,
+            c_out=g.c_out_per_group,
+            itemsize=4 if dtype == "float32" else 2,
+            products=3 if precision == "tf32x3" else 1,
+            **others,
+        )
+
 
 AnySizes = TypeVar("AnySizes", bound="Sizes")
 
@@ -201,29 +173,7 @@ AnySizes = TypeVar("AnySizes", bound="Sizes")
 class Sizes:
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
-    def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout):
-        itemsize = 4 if dtype == "float32" else 2
-        run = 1 if layout.out_channels_last else run_of_outputs(geometry, layout, itemsize)
-        g, layout, planes = reached_planes(geometry, layout)
-        self.shape = Shape(
-            g.rank,
-            g.kernel,
-            g.stride,
-            g.dilation,
-            g.c_in_per_group,
-            g.c_out_per_group,
-            itemsize,
-            3 if precision == "tf32x3" else 1,
-            layout.x_channels_last,
-            layout.out_channels_last,
-            dtype != "float32" and not layout.x_channels_last and x_is_vector(g, layout, 2),
-            tuple(int(p % st != 0) for p, st in zip(g.pad_before, g.stride, strict=True)),
-            run,
-            planes.step,
-            boxes=can_be_boxed(g, layout, itemsize, STEP_BYTES // itemsize),
-            whole_chunks=g.groups > 1,
-        )
-        self._derive()
+    shape: Shape
 
     @classmethod
     def of(cls: type[AnySizes], shape: Shape) -> AnySizes:

@@ -16,9 +16,9 @@ from test_plan import problem_of
 from cuconvt import plan_phase_wgmma as wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, Refusal
-from cuconvt.plan_phase_wgmma_work import Work
+from cuconvt.plan_phase_wgmma_work import Work, reached_planes
 from cuconvt.plan_views import batch_as_depth
-from cuconvt.plan_wgmma_sizes import REGISTERS, Box, Tile, kinds_of_blocks, reached_planes
+from cuconvt.plan_wgmma_sizes import REGISTERS, Box, Tile, kinds_of_blocks
 
 BUDGET = 0.05  # a wgmma of 128 threads takes longer than its products
 LARGEST_KERNEL = {1: 7, 2: 4, 3: 3}

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import changed
 import ml_dtypes
 import numpy as np
 import pytest
@@ -210,13 +211,12 @@ def test_what_a_change_makes_different(tmp_path: Path, capsys: pytest.CaptureFix
     planner = tmp_path / "cuconvt" / "plan_few_channels.py"
     text = planner.read_text()
     assert "THREADS = 128 " in text
-    script = script_of_benchmarks("changed")
     arguments = [str(tmp_path), "--cases", "mine=1x16x9x9:16:k3:s2:g16", "--precision", "ieee"]
-    assert script.main(arguments) == 0
+    assert changed.main(arguments) == 0
     assert capsys.readouterr().out == "Of 6 plans differ: none; 0 more in machine code, 0 in cost\n"
 
     planner.write_text(text.replace("THREADS = 128 ", "THREADS = 64 "))
-    assert script.main(arguments) == 1
+    assert changed.main(arguments) == 1
     *listed, summary, forward, gradients = capsys.readouterr().out.splitlines()
     assert len(listed) == 4
     assert re.fullmatch(r"forward mine ieee NCDHW sm_90: few_channels: .*MIN_BLOCKS=\d+ to MIN_BLOCKS=\d+.*", listed[0])
@@ -229,14 +229,13 @@ def test_machine_code_is_what_is_executed(monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("cupy", reason="CuPy, which finds NVRTC, is not installed")
     from cuconvt import compile as compiler
 
-    script = script_of_benchmarks("changed")
     texts = dict(compiler.sources_of("few_channels.cu"))
     codes = []
     for shared in ("", "// A comment.\nconstexpr int UNUSED = 1;\n"):
         for own in ("", "#define DTYPE BFLOAT16\n"):
-            changed = {"common.cuh": texts["common.cuh"] + shared, "few_channels.cu": own + texts["few_channels.cu"]}
-            monkeypatch.setattr(compiler, "sources_of", lambda _, changed=changed: {**texts, **changed})
-            codes.append(script.machine_code(compiler.compile_kernel("few_channels.cu", "sm_80").code))
+            other = {"common.cuh": texts["common.cuh"] + shared, "few_channels.cu": own + texts["few_channels.cu"]}
+            monkeypatch.setattr(compiler, "sources_of", lambda _, other=other: {**texts, **other})
+            codes.append(changed.machine_code(compiler.compile_kernel("few_channels.cu", "sm_80").code))
     assert codes[:2] == codes[2:]
     assert codes[0] != codes[1]
 

@@ -91,10 +91,12 @@ def test_readme_and_ci_run_the_same() -> None:
 
 
 def test_pre_commit_and_ci_check_the_same() -> None:
-    static = "python (-m (?:ruff|mypy).*)"  # CI runs the tests, and need not look whether they can be imported
-    checks = re.findall(f"entry: {static}", (ROOT / ".pre-commit-config.yaml").read_text())
+    *checks, imports = re.findall(r"entry: python (.*)", (ROOT / ".pre-commit-config.yaml").read_text())
+    ci = (ROOT / ".ci/run").read_text()
     assert checks
-    assert re.findall(rf"\${static}", (ROOT / ".ci/run").read_text()) == checks
+    assert re.findall(r"\$python (-m (?:ruff|mypy).*)", ci) == checks
+    assert imports == "-m pytest -q --collect-only tests"
+    assert "$python -m pytest tests" in ci  # which imports them, too
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -9,17 +9,19 @@ from math import prod
 
 import numpy as np
 import pytest
+from described import DEVICES, geometry_of
 from gradients import check
 from host.build import kernel_sources, why_not
 from host_correlate_rows import Case, bytes_copied, cases, draw_tile, of_each_way, on_host, plan_for
 from host_correlate_wgmma import EXTENTS, LONGEST, SHARED_BYTES, smallest
 from host_gradients import check_drawn, specialisation
 from hypothesis import assume
-from strategies import Problem
+from strategies import Problem, case, place
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 import cuconvt
-from cuconvt.plan import Device
+from cuconvt.plan import Device, Layout, Refusal
+from cuconvt.plan_correlate_rows import plan_correlate_rows
 from cuconvt.plan_wgmma_sizes import Tile
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -46,6 +48,14 @@ def test_any_geometry(name: str) -> None:
         for operation, problem in alone:
             check(operation, problem, this.dtype, precision=this.precision, calls=1)
         check_drawn(this.spec, LONGEST[rank], BUDGET, CASES, name, alike)
+
+
+def test_a_single_position_that_is_broadcast_is_refused() -> None:
+    problem = case((2, 16, 1, 1), 8, (1, 2), (1, 2), padding=(0, (0, 1)), x_layout="broadcast")
+    x, weight = np.empty((2, 16, 1, 1, 1)), np.empty((16, 8, 1, 1, 2))
+    y = place(np.zeros(problem.out_shape), 2, "broadcast")[0][:, :, None]
+    refused = plan_correlate_rows(geometry_of(problem), "bfloat16", Layout.of(x, weight, None, y), None, DEVICES[90])
+    assert refused == Refusal("correlate_rows", "reads rows, got channels that follow each other")
 
 
 @pytest.mark.parametrize(

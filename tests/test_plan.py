@@ -26,9 +26,8 @@ from cuconvt.plan_gather import plan_gather
 from cuconvt.plan_narrow_groups import plan_narrow_groups
 from cuconvt.plan_phase_gemm import candidates as phase_gemm_candidates
 from cuconvt.plan_phase_wgmma import candidates, choose_tile, plan_phase_wgmma, tiles
-from cuconvt.plan_phase_wgmma_work import Work
+from cuconvt.plan_phase_wgmma_work import Planes, Work, reached_planes
 from cuconvt.plan_views import batch_as_axis, batch_as_depth
-from cuconvt.plan_wgmma_sizes import Planes, reached_planes
 
 Ints = tuple[int, ...]
 Kind = tuple[str, str | None]

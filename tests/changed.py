@@ -1,6 +1,6 @@
 """Show which plans, and which machine code, a change makes different: no GPU needed.
 
-    python benchmarks/changed.py FORMER [--cases CASE ...] [--precision NAME ...] [--archs ARCH ...] [--code]
+    python tests/changed.py FORMER [--cases CASE ...] [--precision NAME ...] [--archs ARCH ...] [--code]
 
 FORMER is a checkout of the version before, say of ``git worktree add ../former HEAD~1``. Both versions plan the cases,
 forward and gradients, in both layouts, as if arrays were contiguous. What differs is listed, with the command that
@@ -22,24 +22,21 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import prod
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # behind the version that PYTHONPATH names
 
+from described import DEVICES, layout_of
+from picked import operations
+
 from cuconvt.bench.cases import CASES, LAYOUTS, PRECISIONS, parse_case
 from cuconvt.compile import architecture, compile_kernel
-from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Layout, Plan, make_plan
-from cuconvt.plan_correlate import make_correlate_plan
-from cuconvt.plan_turned import turned
-from cuconvt.plan_weight_gradient import make_weight_gradient_plan
+from cuconvt.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
-# By compute capability: multiprocessors, and KB of shared memory that a block can have.
-DEVICES = {80: (108, 163), 86: (84, 99), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (170, 99)}
+OPERATIONS = ("forward", "grad_input", "grad_weight")  # as `operations` yields them
 
 
 class Problem(NamedTuple):
@@ -134,24 +131,12 @@ def print_plans(cases: Sequence[str], precisions: Sequence[str], archs: Sequence
 
 
 def _plans(cases: Sequence[str], precisions: Sequence[str], archs: Sequence[int]) -> Iterator[tuple[Problem, Planned]]:
-    for text, name, layout, arch in itertools.product(cases, precisions, LAYOUTS, archs):
+    for text, name, place, arch in itertools.product(cases, precisions, LAYOUTS, archs):
         case, precision = parse_case(text), PRECISIONS[name]
-        device = Device(arch, DEVICES[arch][0], DEVICES[arch][1] * 1024)
-        problem = case.geometry, precision.dtype, _layout(case.geometry, layout == LAYOUTS[1]), precision.mode, device
-        plans = {
-            "forward": make_plan(*problem),
-            "grad_input": _input_plan(*problem),
-            "grad_weight": make_weight_gradient_plan(*problem),
-        }
-        for operation, plan in plans.items():
-            yield Problem(operation, case.name, name, layout, arch), _as_texts(plan)
-
-
-def _input_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Plan:
-    adjoint = turned(geometry, layout)  # without a stride, a transposed convolution
-    if adjoint is None:
-        return make_correlate_plan(geometry, dtype, layout, precision, device)
-    return make_plan(adjoint[0], dtype, adjoint[1], precision, device)
+        layout = layout_of(case.geometry, place == LAYOUTS[1])
+        plans = operations(case.geometry, precision.dtype, layout, precision.mode, DEVICES[arch])
+        for operation, plan in zip(OPERATIONS, plans, strict=True):
+            yield Problem(operation, case.name, name, place, arch), _as_texts(plan)
 
 
 def _as_texts(plan: Plan) -> Planned:
@@ -159,19 +144,6 @@ def _as_texts(plan: Plan) -> Planned:
     kernel, cost = fields.pop("kernel"), repr(fields.pop("cost"))
     defines = [f"{name}={value}" for name, value in fields.pop("defines")]
     return Planned(kernel, defines, [f"{name}={value}" for name, value in fields.items()], cost)
-
-
-def _layout(geometry: Geometry, last: bool) -> Layout:
-    g = geometry
-    x, out = (_strides(extents, last) for extents in ((g.n, g.c_in, *g.x_extent), (g.n, g.c_out, *g.out_extent)))
-    return Layout(x=x, weight=_strides((g.c_in, g.c_out_per_group, *g.kernel), False), bias=1, out=out)
-
-
-def _strides(extents: tuple[int, ...], last: bool) -> tuple[int, ...]:
-    n, channels, *spatial = extents
-    order = (n, *spatial, channels) if last else extents
-    batch, *others = (prod(order[axis + 1 :]) for axis in range(len(order)))
-    return (batch, others[-1], *others[:-1]) if last else (batch, *others)
 
 
 def _code(kernel: str, arch: int, defines: Sequence[str]) -> str:
