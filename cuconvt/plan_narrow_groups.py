@@ -115,7 +115,10 @@ def plan_narrow_groups(
     vector = _out_vector(geometry, layout, work)
     tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
     sets = geometry.groups // tile.groups * tiles_c
-    box = work.best_box(tile, extents, device, geometry.n * sets, vector, known={})
+    known: dict[Ints, float] = {}
+    box = work.best_box(tile, extents, device, geometry.n * sets, vector, known)
+    if box is None and tile.boxed:  # some extents have no such box with rows of BOXED_WIDTH
+        box = work.best_box(tile, extents, device, geometry.n * sets, vector, known, least_width=1)
     if box is None:
         return Refusal("narrow_groups", "the box of this tile does not fit into shared memory")
     tiles = tuple(-(-e // b) for e, b in zip(extents, box, strict=True))
@@ -383,11 +386,19 @@ class Work:
         return self.accumulators(tile) + held + others + 10 * (tile.k_steps - 1) + 6 * (tile.tiles_c - 1)
 
     def best_box(
-        self, tile: Tile, extents: Ints, device: Device, times: int, vector: bool, known: dict[Ints, float]
+        self,
+        tile: Tile,
+        extents: Ints,
+        device: Device,
+        times: int,
+        vector: bool,
+        known: dict[Ints, float],
+        least_width: int = BOXED_WIDTH,
     ) -> Ints | None:
         """Return the box of cells with the least time for so many cells along D, H, W, so many times.
 
-        `known` keeps the clocks of boxes from call to call.
+        `known` keeps the clocks of boxes from call to call. Where results leave by the box, its rows have so many
+        cells at least, or are whole.
         """
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
         # Few cells beyond a row cost less than runs that are cut. A vector of several cells may not go on in the next
@@ -402,7 +413,7 @@ class Work:
                 run = round_up(width, tile.cells)
                 width = run if run - width <= width // FEW else width
             box = (depth, height, round_up(width, whole or 1))
-            if tile.boxed and width < min(BOXED_WIDTH, extents[2]):
+            if tile.boxed and width < min(least_width, extents[2]):
                 continue
             if prod(box) > MAX_CELLS or self.shared_bytes(tile, box) > room:
                 continue

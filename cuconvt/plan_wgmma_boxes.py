@@ -110,22 +110,26 @@ class WorkOnPlanes(Sizes, ABC):
     ) -> Box | None:
         """Return the box with the least time for a launch that takes all positions so many times.
 
-        With a layout, it reaches elements in 32 bits. Where the launch would not keep the device busy, some rows of the
-        tile may be left empty, so that more blocks share the positions.
+        With a layout, it reaches elements in 32 bits. Some rows of the tile may be left empty where no box of all of
+        them fits, or where the launch would not keep the device busy, so that more blocks share the positions.
         """
-
-        def near(box: Box) -> bool:
-            return layout is None or self.reaches(tile, box, layout) < INDEX_LIMIT
-
         held = device.multiprocessors * tile.min_blocks * tile.workers // tile.team
-        best = self.best_box(tile, extents, device, filter(near, self.boxes(tile, extents)))
-        if best is None or tile.slides or times * count_boxes(extents, best.extent) >= held:
+
+        def serves(box: Box) -> bool:
+            near = layout is None or self.reaches(tile, box, layout) < INDEX_LIMIT
+            return near and self.fits(tile, box, device)
+
+        def clocks(box: Box) -> tuple[float, float]:
+            """Return those of all rounds of boxes, and of all boxes: blocks that slide share these evenly."""
+            a_box, count = self.clocks(tile, box), times * count_boxes(extents, box.extent)
+            return a_box * (count if tile.slides else round_up(count, held)), a_box * count
+
+        best = min(filter(serves, self.boxes(tile, extents)), key=clocks, default=None)
+        if best and (tile.slides or times * count_boxes(extents, best.extent) >= held):
             return best
-        boxes = (box for rows in range(ROWS, tile.rows + 1, ROWS) for box in self.boxes(tile, extents, rows))
-        fitting = (box for box in boxes if self.fits(tile, box, device) and near(box))
-        return min(
-            fitting, key=lambda box: self.clocks(tile, box) * max(held, times * count_boxes(extents, box.extent))
-        )
+        step = ROWS if best else 8
+        boxes = (box for rows in range(step, tile.rows + 1, step) for box in self.boxes(tile, extents, rows))
+        return min(filter(serves, boxes), key=clocks, default=None)
 
     def typical_cost(self, tile: Tile, device: Device) -> float | None:
         """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""

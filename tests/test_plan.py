@@ -12,7 +12,7 @@ import pytest
 from described import DEFAULT, DEVICES, channels_last, contiguous, gather_of, geometry_of, layout_of, plan_of
 from fixed_cases import FIXED
 from host.backend import plan_or_refusal
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import Problem, Specialisation, case, problems
 
@@ -686,10 +686,16 @@ def test_a_plan_of_phase_wgmma(problem: Problem, kind: Kind, last: bool, multipr
     assert_boxes_cover_every_output(plan, seen_by(plan, geometry_of(problem), last), device)
 
 
+def has_plane_with_a_tap(g: Geometry) -> bool:
+    step = g.stride[0] if g.kernel[0] == 1 else gcd(g.stride[0], g.dilation[0])
+    return any((plane + g.pad_before[0]) % step == 0 for plane in range(g.out_extent[0]))
+
+
 @given(problem=problems(), kind=kinds, last=st.booleans(), n=st.sampled_from((1, 2, 37)), more=st.integers(1, 40))
 def test_wgmma_is_compiled_for_neither_batch_nor_extents(
     problem: Problem, kind: Kind, last: bool, n: int, more: int
 ) -> None:
+    assume(has_plane_with_a_tap(geometry_of(problem)))  # else the result, nothing but bias, is planned as it is
     changed = dataclasses.replace(problem, n=n, extent=tuple(2 * extent + more for extent in problem.extent))
     plan, other = (wgmma_or_refusal(p, *kind, DEVICES[90], last) for p in (problem, changed))
     if isinstance(plan, Refusal):
