@@ -26,6 +26,7 @@ MAX_GRID = 2**31 - 1
 WHOLE = 16  # elements that any copy of 16 bytes divides
 INDEX_LIMIT = 2**31  # from here on kernels compute indices in 64 bits
 MAX_UNROLLED_TAPS = 32  # along W; beyond it the code grows without a gain
+PATCHES, SHARES = 46, 9  # of ``struct Problem``: the place of `patches`, and how many `shares` are
 MAX_STRIDE_W = 16  # phases whose sums a thread can hold
 
 
@@ -378,6 +379,7 @@ def problem_parameters(
     out_vector: int = False,
     box: Ints = (0,) * 11,
     planes: Ints = (0, 0),
+    shares: Ints = (0,) * SHARES,
 ) -> Ints:
     """Return ``struct Problem`` of kernels/common.cuh as a flat tuple."""
     g = geometry
@@ -397,6 +399,7 @@ def problem_parameters(
         *(magic(divisor) for divisor in (*tiles, g.groups)),
         *box,
         *planes,
+        *shares,
     )
 
 

@@ -189,6 +189,9 @@ class Work(correlate_wgmma.Work):
             compared *= OF_TF32[s.rank]
         return compared * clocks
 
+    def stores_alone(self, tile: Tile) -> bool:
+        return False
+
     def width(self, tile: Tile, positions: int) -> int:
         most_lead = self.aligned - 1 if positions % self.aligned else self.first_unit % self.aligned
         return round_up(positions + self.halo[2] + most_lead, self.aligned)

@@ -246,7 +246,7 @@ def plan_tile(
     index64 = reads_need_64_bits(geometry, layout, box.extent)
     x_vector = work.reads_vectors(tile, g, read)
     own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64, "BOXED": tile.boxed}
-    own |= {"FOLD": tile.fold, "JOINED": tile.joined}
+    own |= {"FOLD": tile.fold, "JOINED": tile.joined, "STORE_ALONE": work.stores_alone(tile)}
     if not tile.boxed:
         own |= x_copy_macros(g, read, work.shape.itemsize)
     registers = work.registers(tile)

@@ -260,8 +260,8 @@ class Work(WorkOnPlanes):
         width, lines = w + self.halo[2], h + self.halo[1]
         # In the order in which the kernel divides: items by rows, rows by slices; then what it stores.
         divisors = (width + (shift % self.shape.stride[2] > 0), lines, w, h)
-        if self.shape.out_channels_last:
-            divisors = (*divisors[:2], width, 1)
+        if self.shape.out_channels_last or self.stores_alone(tile):
+            divisors = (*divisors[:2], width, lines)
         return (*box.extent, box.plane, *box.patches, blocks, *(magic(divisor) for divisor in divisors))
 
     def cost(self, tile: wgmma.Tile, box: Box) -> float:

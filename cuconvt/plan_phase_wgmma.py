@@ -10,6 +10,7 @@ from math import prod
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     INDEX_LIMIT,
+    SHARES,
     Device,
     Layout,
     Plan,
@@ -24,11 +25,11 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
-from cuconvt.plan_boxes import count_boxes
 from cuconvt.plan_copies import x_copy_macros, x_is_vector
 from cuconvt.plan_phase_wgmma_work import Work, reached_planes
 from cuconvt.plan_rounds import AROUND, AROUND_OF_BOXED, AROUND_OF_SPLIT, takes_longest_first, taps_of_phases
 from cuconvt.plan_search import remembered
+from cuconvt.plan_shares import share_columns
 from cuconvt.plan_views import batch_as_depth
 from cuconvt.plan_wgmma_boxes import best_tile
 from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
@@ -104,13 +105,17 @@ def plan_tile(
     if box is None:
         return Refusal("phase_wgmma", "no box of this tile fits into shared memory and reaches elements in 32 bits")
     held = device.multiprocessors * tile.min_blocks
-    if tile.slides:
-        columns = count_boxes(extents[1:], box.extent[1:]) * times
-        box = work.cut_along_d(tile, box, extents[0], columns, held)
     tiles = tuple(-(-q // b) for q, b in zip(extents, box.extent, strict=True))
+    if tile.slides:
+        tiles = (extents[0], *tiles[1:])  # slices of a column
     blocks = prod(tiles) * times
     if blocks > MAX_BLOCKS:
         return Refusal("phase_wgmma", f"counts boxes in 31 bits, got {blocks}")
+    shares = None
+    if tile.slides:
+        columns, sets = blocks // extents[0], geometry.groups * tiles_c
+        shares = share_columns(columns, extents[0], work.earlier_slices(), sets, tile.resident, held)
+        blocks = shares.boxes
     if positions_reached(geometry, box.extent) >= INDEX_LIMIT:
         return Refusal("phase_wgmma", f"counts positions along an axis in 31 bits, got {geometry.out_extent}")
     own = {
@@ -118,6 +123,7 @@ def plan_tile(
         "SLIDES": tile.slides,
         "MERGE_D": tile.merge_d,
         "JOIN_W": tile.join_w,
+        "STORE_ALONE": work.stores_alone(tile),
         "PLANE_STEP": planes.step,
         "HALF_K": tile.half_k,
         "BOXED": tile.boxed,
@@ -128,7 +134,7 @@ def plan_tile(
     if not tile.boxed:
         own |= x_copy_macros(geometry, layout, work.shape.itemsize)
     defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers_of(tile, work.parts))
-    grid = grid_of(blocks, held, phases, geometry.groups * tiles_c if tile.resident else 1)
+    grid = shares.grid if shares else grid_of(blocks, held, phases, geometry.groups * tiles_c if tile.resident else 1)
     around = AROUND_OF_SPLIT if work.parts == 2 else AROUND_OF_BOXED if dtype != "float32" and tile.boxed else AROUND
     # As the kernel decides, whose other phases keep their order.
     is_uneven = not tile.all_phases and any(geometry.kernel[axis] % geometry.stride[axis] for axis in range(2))
@@ -147,7 +153,8 @@ def plan_tile(
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
     packed_words = chunks * work.slots_of_chunk(tile) * work.slot_bytes(tile) // 4  # of a tile of channels
     packed_a_thread = 4 * work.parts * work.packed_pieces(2 * tile.k_steps)
-    packs_itself = blocks <= held and work.blocks_can_pack(tile, packed_words // packed_a_thread)
+    at_once = blocks <= held or (shares is not None and not shares.whole)
+    packs_itself = at_once and work.blocks_can_pack(tile, packed_words // packed_a_thread)
     return Plan(
         kernel="phase_wgmma",
         defines=defines,
@@ -162,6 +169,7 @@ def plan_tile(
             PACKS_ITSELF if packs_itself else longest_first,
             work.box_parameters(tile, box, blocks),
             (planes.extent, planes.first),
+            shares.parameters if shares else (0,) * SHARES,
         ),
         cost=cost * every,
         packed_words=0 if packs_itself else geometry.groups * tiles_c * packed_words,

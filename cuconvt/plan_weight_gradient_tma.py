@@ -10,6 +10,7 @@ from math import gcd, prod
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     DTYPE_CODES,
+    PATCHES,
     PRECISION_CODES,
     Device,
     Ints,
@@ -98,12 +99,11 @@ def plan_weight_gradient_tma(
 def _in_launches(plan: Plan, launches: int, images: Geometry, layout: Layout, itemsize: int) -> Plan:
     """Return the plan of all launches from that of the first one."""
     steps = (itemsize * images.n * strides[0] for strides in (layout.x, layout.out))
-    first = len(plan.problem) - AFTER_PATCHES
     return dataclasses.replace(
         plan,
         cost=launches * plan.cost,
         images=(launches, *steps),
-        problem_of_next=(*plan.problem[:first], 1, *plan.problem[first + 1 :]),
+        problem_of_next=(*plan.problem[:PATCHES], 1, *plan.problem[PATCHES + 1 :]),
     )
 
 
@@ -212,9 +212,6 @@ def plan_images(
         turn_blocks=sum(turn[-1] for turn in turns if turn),
         tile=tile,
     )
-
-
-AFTER_PATCHES = 9  # numbers of ``struct Problem`` from its patches on
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:

@@ -89,22 +89,6 @@ class WorkOnPlanes(Sizes, ABC):
         plane = self.plane(tile, max(d * h * w, reads))
         return Box(extent, patches, plane, self.items(tile, d, h, w))
 
-    def cut_along_d(self, tile: Tile, box: Box, extent: int, columns: int, resident: int) -> Box:
-        """Return the box with the extent along D that keeps so many blocks busy with few slices read twice."""
-        cuts = {even_extent(extent, -(-extent // parts)) for parts in range(1, min(extent, 64) + 1)}
-
-        def slices_of_the_busiest(d: int) -> int:
-            return -(-columns * -(-extent // d) // resident) * self.depth(tile, box._replace(extent=(d, 1, 1)))
-
-        d = min(sorted(cuts, reverse=True), key=slices_of_the_busiest)
-        return box._replace(extent=(d, *box.extent[1:]))
-
-    def best_box(self, tile: Tile, extents: Ints, device: Device, boxes: Iterable[Box] | None = None) -> Box | None:
-        """Return the box, of all or of these, with the least time for so many positions."""
-        boxes = self.boxes(tile, extents) if boxes is None else boxes
-        fitting = (box for box in boxes if self.fits(tile, box, device))
-        return min(fitting, key=lambda box: self.clocks(tile, box) * count_boxes(extents, box.extent), default=None)
-
     def box_of_launch(
         self, tile: Tile, extents: Ints, times: int, device: Device, layout: Layout | None = None
     ) -> Box | None:

@@ -231,13 +231,21 @@ class Sizes:
         needs_all = tile.all_phases or tile.slides or self.shape.stride[0] * self.shape.stride[1] == 1
         return tile.resident and needs_all and packs <= PACKS_A_THREAD * 128 * tile.workers
 
+    def stores_alone(self, tile: Tile) -> bool:
+        """Whether workers that share a box each store their own rows, which needs no sums of others."""
+        return tile.team > 1 and not tile.merge_w
+
     def turns(self, tile: Tile) -> bool:
         """Whether results are turned in shared memory."""
         return not self.shape.out_channels_last and not self.stores_runs(tile)
 
     def depth(self, tile: Tile, box: Box) -> int:
         """Return the slices along D of a box that are staged and multiplied one after the other."""
-        return box.extent[0] + (self.shape.kernel[0] - 1) // self.shape.stride[0] if tile.slides else 1
+        return box.extent[0] + self.earlier_slices() if tile.slides else 1
+
+    def earlier_slices(self) -> int:
+        """Return how many slices before the first one of its positions a tile that slides reads."""
+        return (self.shape.kernel[0] - 1) // self.shape.stride[0]
 
     def sums(self, tile: Tile) -> int:
         """Return the phases or taps whose sums a block stores at a time."""
@@ -361,13 +369,14 @@ class Sizes:
         barriers = round_up(8 * (2 * (teams * tile.x_stages + tile.ring) + landed), 128)
         of_position = teams * tile.x_stages * self.parts * tile.k_steps * 2 * 16
         turned, targets = 4 * 8 * tile.tiles_c, 0
+        together = 1 if self.stores_alone(tile) else tile.team  # workers
         if self.turns(tile):
-            sums = self.sums(tile)
-            zero = sums * (tile.rows if sums == 1 else at_residue(tile.rows, 16, 32))
+            sums, rows = self.sums(tile), ROWS * tile.tiles_m * together
+            zero = sums * (rows if sums == 1 else at_residue(rows, 16, 32))
             slices = 1 if tile.tiles_c == 1 else 2
             turned += slices * 8 * 4 * at_residue(zero + 1, 4, 32)
-            targets = round_up(tile.rows * self.outputs(tile), 128 * tile.team)
-        turned *= teams
+            targets = round_up(rows * self.outputs(tile), 128 * together) * (tile.team // together)
+        turned *= tile.workers // together
         before = barriers + (FILL_BYTES if self.shape.plane_step > 1 else 0) + tile.ring * self.slot_bytes(tile)
         return (round_up(before, SWIZZLED) if tile.boxed else before) + turned, targets, of_position
 
@@ -423,6 +432,6 @@ class Sizes:
         width, lines = w + reach[2], h * stride[1] if tile.all_phases else h
         # In the order in which the kernel divides: items by rows, rows by slices; then what it stores.
         divisors = (width // 2 + 1 if self.shape.pairs else width, h + reach[1], w * stride[2], lines)
-        if not self.turns(tile):
-            divisors = (*divisors[:2], width, 1)
+        if not self.turns(tile) or self.stores_alone(tile):
+            divisors = (*divisors[:2], width, h + reach[1])
         return (*box.extent, box.plane, *box.patches, blocks, *(magic(divisor) for divisor in divisors))

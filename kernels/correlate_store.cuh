@@ -4,15 +4,25 @@
 #include "correlate_box.cuh"
 #include "wgmma_store.cuh"
 
-__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int index) {
+__device__ __forceinline__ Position find_position(const Problem& p, const Staged& s, int index) {
+    if (ALONE) {
+        const int storing = index / (TARGETS * STORERS), row = index % (TARGETS * STORERS);
+        Position at = position_of(p, s, storing * STORED_ROWS + row);
+        at.there &= row < STORED_ROWS;
+        return at;
+    }
     const int row = (int)quotient(index, p.box_magic[2]), d = (int)quotient(row, p.box_magic[3]);
     const int w = index - row * (int)p.box[2], h = row - d * (int)p.box[1];
-    const bool there = d < (int)p.box[0];  // threads have more targets than the box
+    return {d, h, w, d < (int)p.box[0]};  // threads have more targets than the box
+}
+
+__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int index) {
+    const auto [d, h, w, there] = find_position(p, s, index);
     Target t;
     t.offset = 0;
     if (there) t.offset = d * (Index)p.out_stride[2] + h * (Index)p.out_stride[3] + w * (Index)p.out_stride[4];
     t.d = (short)d, t.h = (short)h, t.w = there ? w : -1;
-    t.from = there ? row_of(p, s, d, h, w) : ZERO;
+    t.from = !there ? ZERO : ALONE ? index % (TARGETS * STORERS) : row_of(p, s, d, h, w);
     t.taps = there ? SUMS : 1;
     return t;
 }
@@ -54,7 +64,7 @@ __device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, c
     out += b.n * p.out_stride[0] + (b.group * p.c_out + b.tile_c * TILE_C) * p.out_stride[1];
     out += b.d * p.out_stride[2] + b.h * p.out_stride[3] + b.w * p.out_stride[4];
 #if OUT_CHANNELS_LAST
-    warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);
+    warps_sync(2 + threadIdx.x / STORERS, STORERS);
     store_channels(acc, turned.bias, start, tiles, p, s, b, out);
 #else
     store_turned<PAIR>(acc, turned, targets, b.d, b.h, b.w, (int)p.c_out - b.tile_c * TILE_C, p, out, true);

@@ -111,7 +111,7 @@ constexpr int SETS = 1;  // see wgmma_store.cuh
 constexpr int SUMS = MERGE_W ? AxisW::MAX_TAPS : 1, MOST_TAPS = SUMS;
 __host__ __device__ constexpr int set_of(int) { return 0; }
 __host__ __device__ constexpr int column_of(int sum) { return sum * TILE_C; }
-constexpr int SUM_ROWS = SUMS == 1 ? ROWS : at_residue(ROWS, 16, 32);
+constexpr int SUM_ROWS = SUMS == 1 ? STORED_ROWS : at_residue(STORED_ROWS, 16, 32);
 constexpr int NEXT_TAP = SUM_ROWS + AxisW::HOP;
 constexpr int SET_OUTPUTS = 1;
 
@@ -498,15 +498,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
     Piece* const stages = slots + pieces_to_stages(BARRIER_BYTES, RING * SLOT);
     Turned* const turned = reinterpret_cast<Turned*>(stages + TEAMS * X_STAGES * PLANES * s.plane);
-    Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
-    Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
+    Target* const targets = reinterpret_cast<Target*>(turned + STORES);
+    Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : ALL_TARGETS));
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
     if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM);
 #if !OUT_CHANNELS_LAST
-    if (threadIdx.x < TEAMS * SLICES * 8)
+    if (threadIdx.x < STORES * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
-    for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i);
+    for (int i = threadIdx.x; i < ALL_TARGETS; i += THREADS) targets[i] = find_target(p, s, i);
 #endif
     // Rows of no use are read: behind the box, and where a class along D has less of a halo than others.
     // Of boxes, the copies write all but what is behind.
@@ -600,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int start[TILES_M];
     find_starts(start, p, s, tiles);
     const int own_tiles = tiles_of_worker(tiles);
-    const int team = warp / 4 / TEAM;
+    const int team = warp / 4 / TEAM, storing = threadIdx.x / STORERS;
     x_ring = x_ring.of_team(team);
     const Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
     const int eight = patches_w ? s.w : 8;  // positions from eight rows of A to the next
@@ -654,7 +654,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         });
         if (LAGS) wgmma_wait<0>();
         release();
-        store(acc, turned[team], targets, start, tiles, p, s, b, bias, out);
+        store(acc, turned[storing], targets_of(targets, storing), start, tiles, p, s, b, bias, out);
     }
 }
 

@@ -93,7 +93,7 @@ constexpr int PACKED_PIECES = packed_pieces(2 * K_STEPS);  // that a thread pack
 // The result is turned in shared memory, eight channels at a time: [8 channels][sums of a phase or tap][row], then a zero.
 constexpr int SUMS_W = MERGE_W ? KERNEL_W : LIVE;
 constexpr int SUMS = LIVE_D * LIVE_H * SUMS_W;
-constexpr int SUM_ROWS = SUMS == 1 ? ROWS : at_residue(ROWS, 16, 32);
+constexpr int SUM_ROWS = SUMS == 1 ? STORED_ROWS : at_residue(STORED_ROWS, 16, 32);
 constexpr int SET_PHASES = PHASES_D * PHASES_H * STRIDE_W;  // that a block stores
 constexpr int SET_OUTPUTS = SET_PHASES;
 constexpr int MOST_TAPS = MERGE_W ? AxisW::MAX_TAPS : 1;
@@ -122,7 +122,7 @@ static_assert(!FILLS || !OUT_CHANNELS_LAST, "planes of one channel");
 static_assert(!BOXED || (X_CHANNELS_LAST && !HALF_K), "boxes of channels-last x, in whole pairs of pieces");
 static_assert(!BOXED || ROW_BYTES == 32 || ROW_BYTES == 64 || ROW_BYTES == 128, "rows of a swizzle");
 static_assert(!HALF_K || (sizeof(Stored) == 2 && K_STEPS == 1), "one piece of a pair");
-static_assert(!(SLIDES && TAKE_TURNS), "boxes at the edge have fewer slices, and all rings must be as far");
+static_assert(!(SLIDES && TAKE_TURNS), "parts differ in slices, and all rings must be as far");
 static_assert(!INDEX64, "offsets count from where a box begins, and the planner takes no box that reaches further than 2**31");
 
 // Whether the first output of a phase belongs to a position one further: with padding, a box of positions begins where the
@@ -138,6 +138,7 @@ struct Block {
     int tile_c;
     int phase_d, phase_h;  // 0 where the block owns all
     int n, group;
+    int walk;  // where a block slides: positions along D, one after the other
 };
 
 // What `p.out_vector` says: blocks pack the weights themselves, or boxes of phases that have more taps come first.
@@ -153,10 +154,47 @@ __device__ __forceinline__ void take_phases(Block& b, unsigned& index) {
     index /= STRIDE_D / PHASES_D;
 }
 
+// What a block that slides has of a column of x, from its first slice on.
+struct Part {
+    unsigned column;
+    int first, walk;
+};
+
+// Columns are dealt whole, a round after the other; those that are left, fewer than blocks, in equal parts. Blocks without a part take
+// what the parts leave of each column, a round after the other, and of the last columns in parts, too (see plan_shares.py). Some
+// have nothing.
+__device__ __forceinline__ Part part_of(unsigned index, const Problem& p) {
+    const unsigned whole = (unsigned)p.shares[0], sets = (unsigned)p.shares[1], left = (unsigned)p.shares[2];
+    const unsigned part = (unsigned)p.shares[3], parts = (unsigned)p.shares[4], others = (unsigned)p.shares[5];
+    const unsigned rest = (unsigned)p.shares[6], rounds = (unsigned)p.shares[7], rest_part = (unsigned)p.shares[8];
+    const unsigned extent = (unsigned)p.tiles[0];
+    if (index < whole) return {index, 0, (int)extent};
+    index -= whole;
+    const unsigned set = index % sets, of_set = index / sets, blocks = gridDim.x / sets;
+    const unsigned round = of_set / blocks, other = of_set - round * blocks - parts;  // huge where it is none of these
+    unsigned column = 0, first = 0, walk = 0;
+    if (of_set < parts) {
+        column = of_set % left, first = of_set / left * part, walk = part;
+    } else if (other < others && round < rounds) {
+        column = round * others + other, first = rest, walk = extent - rest;
+    } else if (other < others && round == rounds && rounds * others < left) {
+        const unsigned last = left - rounds * others;
+        column = rounds * others + other % last, first = rest + other / last * rest_part, walk = rest_part;
+    }
+    return {whole + column * sets + set, (int)first, (int)min(walk, max(extent, first) - first)};
+}
+
 __device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
     // What reads the same x runs fastest, then what reads its neighbours; of few boxes those that take longer come first.
     const bool long_first = UNEVEN && p.out_vector == LONG_FIRST;
     Block b;
+    int first = 0;
+    if (SLIDES) {
+        const Part part = part_of(index, p);
+        index = part.column;
+        first = part.first;
+        b.walk = part.walk;
+    }
     b.tile_c = (int)take(index, p, 3);
     b.group = (int)take(index, p, 4);
     if (!long_first) take_phases(b, index);
@@ -169,7 +207,7 @@ __device__ __forceinline__ Block locate(unsigned index, const Problem& p) {
     }
     b.w = (Index)take(boxes, p, 2) * (Index)p.box[2] + (Index)p.pad[2] / STRIDE_W;
     b.h = (Index)take(boxes, p, 1) * (Index)p.box[1] + (Index)p.pad[1] / STRIDE_H;
-    b.d = (Index)take(boxes, p, 0) * (Index)p.box[0] + (Index)p.pad[0] / STRIDE_D;
+    b.d = (SLIDES ? (Index)first : (Index)take(boxes, p, 0) * (Index)p.box[0]) + (Index)p.pad[0] / STRIDE_D;
     if (!ALL_PHASES) {
         b.h += late(p.pad[1], STRIDE_H, b.phase_h);
         b.d += late(p.pad[0], STRIDE_D, b.phase_d);
@@ -465,17 +503,42 @@ constexpr bool LAGS = true;
 
 // ---- the result ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int index) {
+// A position of a box, and the phases of an output of it.
+struct Output {
+    int d, h, w, phase_d, phase_h, phase_w;
+    int row;     // of A, of those that are stored together
+    bool there;  // threads have more targets than the box
+};
+
+#if OUT_TURNED
+// Outputs that follow each other along W are consecutive.
+__device__ __forceinline__ Output find_output(const Problem& p, const Staged& s, int index) {
+    Output o;
+    if (ALONE) {  // of each phase, the outputs of a worker's rows
+        const int of_worker = index % (TARGETS * STORERS), rows = of_worker / STRIDE_W, phase = rows / STORED_ROWS;
+        o.phase_w = of_worker % STRIDE_W, o.phase_h = phase % PHASES_H, o.phase_d = phase / PHASES_H;
+        o.row = rows % STORED_ROWS;
+        const Position at = position_of(p, s, index / (TARGETS * STORERS) * STORED_ROWS + o.row);
+        o.d = at.d, o.h = at.h, o.w = at.w;
+        o.there = at.there && o.phase_d < PHASES_D;
+        return o;
+    }
     const int width = (int)p.box[2] * STRIDE_W, height = (int)p.box[1] * PHASES_H;
     const int row = (int)quotient(index, p.box_magic[2]), slice = (int)quotient(row, p.box_magic[3]);
     const int column = index - row * width, line = row - slice * height;
-    const int w = column / STRIDE_W, h = line / PHASES_H, d = slice / PHASES_D;
-    const int phase_w = column % STRIDE_W, phase_h = line % PHASES_H, phase_d = slice % PHASES_D;
+    o.w = column / STRIDE_W, o.h = line / PHASES_H, o.d = slice / PHASES_D;
+    o.phase_w = column % STRIDE_W, o.phase_h = line % PHASES_H, o.phase_d = slice % PHASES_D;
+    o.row = row_of(p, s, o.d, o.h, o.w);
+    o.there = slice < depth(p) * PHASES_D;
+    return o;
+}
+
+__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int index) {
+    const auto [d, h, w, phase_d, phase_h, phase_w, row, there] = find_output(p, s, index);
     Target t;
     t.w = (w + late_w(p.pad[2], phase_w)) * STRIDE_W + phase_w;
     t.h = (short)((h + (ALL_PHASES ? late(p.pad[1], STRIDE_H, phase_h) : 0)) * STRIDE_H + phase_h);
     t.d = (short)((d + (ALL_PHASES && !SLIDES ? late(p.pad[0], STRIDE_D, phase_d) : 0)) * STRIDE_D + phase_d);
-    const bool there = slice < depth(p) * PHASES_D;  // threads have more targets than the box
     t.offset = 0;
     if (there) t.offset = t.d * (Index)p.out_stride[2] + t.h * (Index)p.out_stride[3] + t.w * (Index)p.out_stride[4];
     if (!there) t.w = -1;
@@ -493,7 +556,7 @@ __device__ __forceinline__ Target find_target(const Problem& p, const Staged& s,
     t.from = ZERO;
     t.taps = 1;
     if (!there || first_d < 0 || first_h < 0 || first_w < 0) return t;
-    t.from = ((first_d * LIVE_H + first_h) * SUMS_W + first_w) * SUM_ROWS + row_of(p, s, d, h, w);
+    t.from = ((first_d * LIVE_H + first_h) * SUMS_W + first_w) * SUM_ROWS + row;
     if (MERGE_W) {
         t.from += shift_of_sum(first_w, p.pad[2]);
         t.taps = (KERNEL_W - first_w + AxisW::STEP - 1) / AxisW::STEP;
@@ -501,7 +564,7 @@ __device__ __forceinline__ Target find_target(const Problem& p, const Staged& s,
     return t;
 }
 
-#if !OUT_TURNED
+#else
 // Which sum of a row is that of a block's phase, or -1.
 __host__ __device__ constexpr int sum_of(int phase_d, int phase_h, int phase_w) {
     for (int d = 0; d < LIVE_D; ++d)
@@ -602,7 +665,7 @@ __device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, c
     out += d * p.out_stride[2] + h * p.out_stride[3] + w * p.out_stride[4];
     const int left = (int)p.c_out - b.tile_c * TILE_C;
 #if !OUT_TURNED
-    warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);
+    warps_sync(2 + threadIdx.x / STORERS, STORERS);
     store_held(acc, turned.bias, start, tiles, p, s, d, h, w, min(TILE_C, left), worked_out(out), alive);
 #else
     store_turned(acc, turned, targets, d, h, w, left, p, out, alive);
@@ -616,6 +679,8 @@ __device__ __forceinline__ Index slice_of(const Block& b, int slice) { return b.
 __device__ __forceinline__ bool is_empty(const Block& b, int slice, const Problem& p) {
     return SLIDES && !within(slice_of(b, slice), p.x_extent[0]);
 }
+
+__device__ __forceinline__ int slices_of(const Block& b) { return SLIDES ? EARLIER + b.walk : 1; }
 
 // The taps along D and H that a block's phases have.
 struct Rows {
@@ -637,6 +702,9 @@ struct Rows {
     __device__ __forceinline__ int slots_d() const { return MERGE_D ? 1 : d.count; }
     __device__ __forceinline__ int count() const { return d.count * h.count; }
 };
+
+// Whether nothing is multiplied: the phase has no tap, or the part no slice.
+__device__ __forceinline__ bool is_idle(const Block& b, const Rows& rows) { return SLIDES ? !b.walk : !rows.count(); }
 
 // Weights of one tap, one output channel of a tile and 16 input channels, or a chunk of them, and their first piece in the tile's
 // slots, which are [chunk][tap along D][tap along H].
@@ -703,12 +771,12 @@ __device__ __forceinline__ void pack_own_weights(Ring& ring, Piece* slots, const
     for (int i = threadIdx.x; i < RING; i += WORKER_THREADS) barrier_arrive(ring.full + i);
 }
 
-// Brings the weights of a box through the ring; once and for all, if they stay. By one thread.
+// Brings the weights of a box through the ring, and returns whether they stay; not those of a box that reads nothing. By one thread.
 template <class AfterSlot>
-__device__ __forceinline__ void bring_weights(Ring& ring, Piece* slots, const Piece* packed, const Block& b, const Rows& rows,
-                                              int slices, int chunks, const Problem& p, AfterSlot after_slot) {
+__device__ __forceinline__ bool bring_weights(Ring& ring, Piece* slots, const Piece* packed, const Block& b, const Rows& rows,
+                                              int chunks, const Problem& p, AfterSlot after_slot) {
     packed += (b.group * p.tiles[3] + b.tile_c) * chunks * (ROWS_OF_TAPS * (long long)SLOT);
-    for (int slice = 0; slice < slices; ++slice) {
+    for (int slice = 0; slice < slices_of(b); ++slice) {
         if (is_empty(b, slice, p)) continue;
         const Piece* from = packed;
         for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -725,15 +793,16 @@ __device__ __forceinline__ void bring_weights(Ring& ring, Piece* slots, const Pi
             }
             from += ROWS_OF_TAPS * (long long)SLOT;
         }
-        if (RESIDENT) return;
+        if (RESIDENT) return true;
     }
+    return false;
 }
 
 // By one thread: brings the boxes of a block's chunks, of one slice after the other if it slides. They arrive at `landed`.
 __device__ __forceinline__ void bring_boxes(Ring& ring, Barrier* landed, Piece* stages, const TensorMap& x, const Problem& p,
-                                            const Staged& s, const Block& b, const Rows& rows, int slices, int chunks) {
+                                            const Staged& s, const Block& b, const Rows& rows, int chunks) {
     const int d = (int)b.d - rows.back_d() - REACH_D, h = (int)b.h - rows.back_h() - REACH_H, w = (int)b.w - REACH_W;
-    for (int slice = 0; slice < slices; ++slice) {
+    for (int slice = 0; slice < slices_of(b); ++slice) {
         if (is_empty(b, slice, p)) continue;
         for (int chunk = 0; chunk < chunks; ++chunk) {
             ring.wait_until_free();
@@ -748,8 +817,8 @@ __device__ __forceinline__ void bring_boxes(Ring& ring, Barrier* landed, Piece* 
 // By these: the boxes that `bring_boxes` brings, once each has landed. A thread publishes what it wrote before it says so, and
 // hence before workers free the stage: so the next copy to it, which comes after that, needs no further fence.
 __device__ __forceinline__ void split_boxes(Ring& ring, Barrier* landed, Piece* stages, const Problem& p, const Staged& s,
-                                            const Block& b, int slices, int chunks, int thread) {
-    for (int slice = 0; slice < slices; ++slice) {
+                                            const Block& b, int chunks, int thread) {
+    for (int slice = 0; slice < slices_of(b); ++slice) {
         if (is_empty(b, slice, p)) continue;
         for (int chunk = 0; chunk < chunks; ++chunk) {
             Piece* const high = stages + ring.place * PLANES * s.plane;
@@ -776,14 +845,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BEFORE_SLOTS);
     Piece* const stages = slots + pieces_to_stages(BEFORE_SLOTS, RING * SLOT);
     Turned* const turned = reinterpret_cast<Turned*>(stages + TEAMS * X_STAGES * PLANES * s.plane);
-    Target* const targets = reinterpret_cast<Target*>(turned + TEAMS);
+    Target* const targets = reinterpret_cast<Target*>(turned + STORES);
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
     if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM);
 #if OUT_TURNED
-    if (threadIdx.x < TEAMS * SLICES * 8)
+    if (threadIdx.x < STORES * SLICES * 8)
         turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
-    for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i);
+    for (int i = threadIdx.x; i < ALL_TARGETS; i += THREADS) targets[i] = find_target(p, s, i);
 #endif
     // Behind the box, rows of no use are read; they are nothing, once and for all, as are pieces without channels.
     const int filled = (HALF_K ? 0 : s.d * s.h * s.w) * NEXT_ROW, plane = s.plane * NEXT_ROW, behind = plane - filled;
@@ -793,7 +862,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncthreads();
 
     const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
-    const int slices = SLIDES ? EARLIER + (int)p.box[0] : 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (warp >= 4 * WORKERS) {
@@ -807,6 +875,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (thread < 0) {
             Fill& fill = *reinterpret_cast<Fill*>(shared_bytes + BARRIER_BYTES);
             find_planes(fill, p);
+            const int slices = SLIDES ? (int)p.tiles[0] : 1;  // or about so many
             const unsigned boxes = ((unsigned)p.blocks - blockIdx.x + gridDim.x - 1) / gridDim.x;
             fill.at_once = fill.left / (boxes * (RESIDENT ? 1 : slices * chunks * ROWS_OF_TAPS)) + 1;
             const auto fill_next = [&] { fill_planes(fill, fill.at_once, bias, out, p); };
@@ -814,11 +883,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index = next_box(index, gridDim.x, p)) {
                 const Block b = locate(index, p);
                 const Rows rows(b);
-                if (!rows.count()) continue;
+                if (is_idle(b, rows)) continue;
                 if (!stay)
-                    bring_weights(weight_ring, slots, packed, b, rows, slices, chunks, p, [&] { if (!RESIDENT) fill_next(); });
+                    stay = bring_weights(weight_ring, slots, packed, b, rows, chunks, p, [&] { if (!RESIDENT) fill_next(); });
                 if (RESIDENT) fill_next();
-                stay = RESIDENT;
             }
             fill_planes(fill, ~0u, bias, out, p);
             store_bulk_wait();
@@ -830,9 +898,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index = next_box(index, gridDim.x, p)) {
                 const Block b = locate(index, p);
                 const Rows rows(b);
-                if (!rows.count()) continue;
-                bring_weights(weight_ring, slots, packed, b, rows, slices, chunks, p, [] {});
-                if (RESIDENT) return;
+                if (is_idle(b, rows)) continue;
+                if (bring_weights(weight_ring, slots, packed, b, rows, chunks, p, [] {})) return;
             }
             return;
         }
@@ -847,17 +914,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
              index = next_box(index, TEAMS / SERVED * gridDim.x, p)) {
             const Block b = locate(index, p);
             const Rows rows(b);
-            if (!rows.count()) continue;
+            if (is_idle(b, rows)) continue;
             Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
             Barrier* const landed = SPLITS ? weight_ring.free + RING + team * X_STAGES : ring.full;
-            if (splits) split_boxes(ring, landed, own, p, s, b, slices, chunks, thread - 32);
-            else bring_boxes(ring, landed, own, x, p, s, b, rows, slices, chunks);
+            if (splits) split_boxes(ring, landed, own, p, s, b, chunks, thread - 32);
+            else bring_boxes(ring, landed, own, x, p, s, b, rows, chunks);
             if (SERVED == 1) continue;
             team = next_team(team, x_ring, ring);
             ring = x_ring.of_team(team);
         }
 #else
-        Item* const items = reinterpret_cast<Item*>(targets + (OUT_TURNED ? TARGETS * TEAM_THREADS : 0));
+        Item* const items = reinterpret_cast<Item*>(targets + (OUT_TURNED ? ALL_TARGETS : 0));
         const int count = items_of(p, s);
         UnderWay under_way = {0, 0};
         int team = 0;
@@ -866,10 +933,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index = next_box(index, blocks(), p)) {
             const Block b = locate(index, p);
             const Rows rows(b);
-            if (!rows.count()) continue;
+            if (is_idle(b, rows)) continue;
             if (!FILLS && thread < 0) {
-                bring_weights(weight_ring, slots, packed, b, rows, slices, chunks, p, [] {});
-                if (RESIDENT) return;
+                if (bring_weights(weight_ring, slots, packed, b, rows, chunks, p, [] {})) return;
                 continue;
             }
             warps_sync(1, STAGERS);  // nobody reads the items of the box before
@@ -879,7 +945,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             Ring ring = x_ring.of_team(team);
             const Stored* from = x + b.n * p.x_stride[0] + b.group * p.c_in * p.x_stride[1];
             from += (SLIDES ? slice_of(b, 0) : d) * p.x_stride[2] + h * p.x_stride[3] + w * p.x_stride[4];
-            for (int slice = 0; slice < slices; ++slice) {
+            for (int slice = 0; slice < slices_of(b); ++slice) {
                 if (SLIDES && slice) from += p.x_stride[2];
                 if (is_empty(b, slice, p)) continue;
                 for (int left = (int)p.c_in; left > 0; left -= CHUNK) {
@@ -916,7 +982,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     find_starts(start, p, s, tiles);
     // Where rows of taps are unrolled, a branch for each takes longer than what it saves.
     const bool works = ALL_PHASES || SLIDES || TEAM == 1 || tiles_of_worker(tiles) > 0;
-    const int team = warp / 4 / TEAM;
+    const int team = warp / 4 / TEAM, storing = threadIdx.x / STORERS;
     x_ring = x_ring.of_team(team);
     const Piece* const own = stages + team * X_STAGES * PLANES * s.plane;
     const int eight = patches_w ? s.w : 8;  // positions from eight rows of A to the next
@@ -926,10 +992,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (unsigned index = blockIdx.x + team * gridDim.x; index < (unsigned)p.blocks; index = next_box(index, TEAMS * gridDim.x, p)) {
         const Block b = locate(index, p);
         const Rows rows(b);
+        if (SLIDES && is_idle(b, rows)) continue;
         const bool alive = rows.count();
         Accumulators acc;
         clear(acc);
-        for (int slice = 0; slice < slices; ++slice) {
+        for (int slice = 0; slice < slices_of(b); ++slice) {
             if (alive && !is_empty(b, slice, p)) {
                 int used_slot = -1, used_stage = -1;  // by the products that may be under way
                 const auto release = [&] {
@@ -983,8 +1050,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             }
             Block here = b;
             if (SLIDES) here.d = slice_of(b, slice);
-            if (slice >= slices - (SLIDES ? (int)p.box[0] : 1))
-                store(acc, turned[team], targets, start, tiles, p, s, here, bias, out, alive);
+            if (!SLIDES || slice >= EARLIER)
+                store(acc, turned[storing], targets_of(targets, storing), start, tiles, p, s, here, bias, out, alive);
             if (SLIDES) slide(acc);
         }
     }

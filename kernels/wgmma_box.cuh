@@ -53,6 +53,9 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2
 #endif
+#ifndef STORE_ALONE  // whether workers that share a box each store their own rows
+#define STORE_ALONE 0
+#endif
 #ifndef WORKER_REGISTERS  // of a thread, after the stagers gave up what they do not need
 #define WORKER_REGISTERS 200
 #define STAGER_REGISTERS 56
@@ -66,13 +69,19 @@ constexpr int WORKER_THREADS = 128 * WORKERS;
 constexpr int THREADS = WORKER_THREADS + 128 * STAGER_GROUPS;
 constexpr int TEAM = TAKE_TURNS ? 1 : WORKERS;  // warpgroups that share a box
 constexpr int TEAM_THREADS = 128 * TEAM;
+// Where each stores alone, workers wait for each other at stages and slots only, and one stores while another multiplies.
+constexpr bool ALONE = STORE_ALONE && TEAM > 1;
+constexpr int STORERS = ALONE ? 128 : TEAM_THREADS;  // threads that store together
+constexpr int STORES = WORKER_THREADS / STORERS;     // of a block: so many groups of them
 constexpr int TEAMS = WORKERS / TEAM;
 constexpr int STAGERS = 128 * STAGER_GROUPS - 32;  // threads that stage x
 
 constexpr int TILE_C = 8 * TILES_C;
 constexpr int ROWS = 64 * TILES_M * TEAM;  // positions of a box, those of no use included
+constexpr int STORED_ROWS = ALONE ? 64 * TILES_M : ROWS;  // of those that are stored together
 constexpr int PLANES = PARTS * K_STEPS * 2;  // of a stage: [part][piece]
 static_assert(!TAKE_TURNS || RESIDENT, "weights that pass by are for all workers");
+static_assert(!(STORE_ALONE && MERGE_W), "a position's sums may be another worker's");
 static_assert(!(MERGE_W && OUT_CHANNELS_LAST), "sums of taps are shifted where they are turned");
 static_assert(!OUT_CHANNELS_LAST || OUT_RUN == 1, "a run is of one channel");
 
@@ -95,6 +104,26 @@ __device__ __forceinline__ int row_of(const Problem& p, const Staged& s, int d, 
     const int patches_h = (int)p.patches[0], patches_w = (int)p.patches[1];
     if (!patches_w) return (d * s.h + h) * s.w + w;
     return ((d * patches_h + h / 8) * patches_w + w / 8) * 64 + h % 8 * 8 + w % 8;
+}
+
+// The position that a row of A is, if it is of the box; where a worker stores its own rows.
+struct Position {
+    int d, h, w;
+    bool there;
+};
+
+__device__ __forceinline__ Position position_of(const Problem& p, const Staged& s, int row) {
+    const int patches_h = (int)p.patches[0], patches_w = (int)p.patches[1];
+    int d, h, w;
+    if (patches_w) {
+        const int down = row / 64 / patches_w;
+        d = down / patches_h, h = (down - d * patches_h) * 8 + row % 64 / 8;
+        w = (row / 64 - down * patches_w) * 8 + row % 8;
+    } else {
+        const int line = (int)quotient(row, p.box_magic[2]);
+        d = (int)quotient(line, p.box_magic[3]), h = line - d * s.h, w = row - line * s.w;
+    }
+    return {d, h, w, d < (SLIDES ? 1 : (int)p.box[0]) && h < (int)p.box[1] && w < (int)p.box[2]};
 }
 
 // Positions along D of what is in shared memory at a time.

@@ -3,7 +3,7 @@
 //
 //     COLUMNS, SETS   columns of a wgmma, and sets of accumulators
 //     SUMS            sums of a row that are turned; set_of and column_of tell where the first channel of each is
-//     SUM_ROWS        how far apart they are
+//     SUM_ROWS        how far apart they are: STORED_ROWS, or a little more
 //     MOST_TAPS       of these, added for a position; each next one lies NEXT_TAP further
 //     SET_OUTPUTS     positions of the result to a position of the box
 #pragma once
@@ -20,7 +20,8 @@ constexpr int ZERO = SUMS * SUM_ROWS;
 constexpr int CHANNEL = at_residue(ZERO + 1, 4, 32);
 constexpr int SLICE = 8 * CHANNEL;
 constexpr int SLICES = TILES_C == 1 ? 1 : 2;  // alternate
-constexpr int TARGETS = ceil_div(ROWS * SET_OUTPUTS, TEAM_THREADS);  // of a thread
+constexpr int TARGETS = ceil_div(STORED_ROWS * SET_OUTPUTS, STORERS);  // of a thread
+constexpr int ALL_TARGETS = TARGETS * (ALONE ? WORKER_THREADS : TEAM_THREADS);
 
 // A position of the result within a box, of all channels: where it goes and where its sum lies, of as many taps. All boxes
 // have the same ones.
@@ -29,6 +30,11 @@ struct Target {
     short d, h;       // likewise
     int w, from, taps;
 };
+
+// Those of the workers that store together, by their number: of workers that store alone each has its own.
+__device__ __forceinline__ const Target* targets_of(const Target* targets, int storing) {
+    return targets + (ALONE ? storing * TARGETS * STORERS : 0);
+}
 
 // One channel of a target; `turned` is the channel's.
 __device__ __forceinline__ float sum_at(const float* turned, const Target& t) {
@@ -42,7 +48,8 @@ __device__ __forceinline__ float sum_at(const float* turned, const Target& t) {
 // Turns eight channels of the sums: of each phase or tap, rows side by side.
 __device__ __forceinline__ void turn(float* turned, const Accumulators& acc, int eight) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float* const to = turned + lane % 4 * 2 * CHANNEL + warp / 4 % TEAM * TILES_M * 64 + warp % 4 * 16 + lane / 4;
+    const int worker = ALONE ? 0 : warp / 4 % TEAM;
+    float* const to = turned + lane % 4 * 2 * CHANNEL + worker * TILES_M * 64 + warp % 4 * 16 + lane / 4;
 #pragma unroll
     for (int sum = 0; sum < SUMS; ++sum) {
         const int set = set_of(sum), first = column_of(sum) / 2 + eight * 4;
@@ -67,7 +74,7 @@ __device__ __forceinline__ void store_rows(Stored* out, const float* turned, con
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
             const int own = i + j < TARGETS ? i + j : i;
-            const Target t = targets[threadIdx.x % TEAM_THREADS + own * TEAM_THREADS];
+            const Target t = targets[threadIdx.x % STORERS + own * STORERS];
 #pragma unroll
             for (int c = 0; c < 8; ++c) sums[j][c] = bias[c] + (alive ? sum_at(turned + c * CHANNEL, t) : 0.0f);
         }
@@ -93,7 +100,7 @@ __device__ __forceinline__ void store_pairs(Stored* out, const float* turned, co
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         if (offset[i] == OUTSIDE) continue;
-        const float* const from = turned + targets[threadIdx.x % TEAM_THREADS + i * TEAM_THREADS].from;
+        const float* const from = turned + targets[threadIdx.x % STORERS + i * STORERS].from;
         Stored* to = out + offset[i];
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -106,7 +113,7 @@ __device__ __forceinline__ void store_pairs(Stored* out, const float* turned, co
     }
 }
 
-// What a team of workers shares to store a box.
+// What workers share that store together.
 struct Turned {
     float bias[TILE_C];
 #if OUT_TURNED
@@ -114,10 +121,10 @@ struct Turned {
 #endif
 };
 
-// The bias of the tile's channels, for all workers of the team that passed the barrier here and the next one.
+// The bias of the tile's channels, for all who store together, once they have passed the barrier here and the next one.
 __device__ __forceinline__ void bring_bias(Turned& turned, const Stored* bias, const Problem& p, int tile_c, long long group) {
-    warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);  // the box before is stored
-    for (int c = threadIdx.x % TEAM_THREADS; c < TILE_C; c += TEAM_THREADS) {
+    warps_sync(2 + threadIdx.x / STORERS, STORERS);  // the box before is stored
+    for (int c = threadIdx.x % STORERS; c < TILE_C; c += STORERS) {
         const int channel = tile_c * TILE_C + c;
         const bool biased = bias && channel < p.c_out;
         turned.bias[c] = biased ? widen(bias[(group * p.c_out + channel) * p.bias_stride]) : 0.0f;
@@ -130,12 +137,12 @@ __device__ __forceinline__ void bring_bias(Turned& turned, const Stored* bias, c
 template <bool PAIR = false>
 __device__ __forceinline__ void store_turned(const Accumulators& acc, Turned& turned, const Target* targets, Index d, Index h,
                                              Index w, int channels, const Problem& p, Stored* out, bool alive) {
-    const int thread = threadIdx.x % TEAM_THREADS, barrier = 2 + threadIdx.x / TEAM_THREADS;
+    const int thread = threadIdx.x % STORERS, barrier = 2 + threadIdx.x / STORERS;
     constexpr int COUNT = PAIR ? ceil_div(TARGETS, 2) : TARGETS;
     Index offset[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        const Target t = targets[thread + i * TEAM_THREADS];
+        const Target t = targets[thread + i * STORERS];
         const bool inside = t.w >= 0 && within(d + t.d, p.out_extent[0]) && within(h + t.h, p.out_extent[1]) &&
                             within(w + t.w, p.out_extent[2]);
         offset[i] = inside ? t.offset : OUTSIDE;
@@ -143,9 +150,9 @@ __device__ __forceinline__ void store_turned(const Accumulators& acc, Turned& tu
 #pragma unroll
     for (int eight = 0; eight < TILES_C; ++eight) {
         float* const slice = turned.sums[eight % SLICES];
-        if (SLICES == 1 && eight) warps_sync(barrier, TEAM_THREADS);
+        if (SLICES == 1 && eight) warps_sync(barrier, STORERS);
         if (alive) turn(slice, acc, eight);
-        warps_sync(barrier, TEAM_THREADS);
+        warps_sync(barrier, STORERS);
         const int left = channels - eight * 8;
         Stored* const to = out + eight * 8 * p.out_stride[1];
         if constexpr (PAIR) {

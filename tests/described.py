@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from math import gcd
 from typing import Any
 
 from strategies import Problem
 
+from cuconvt.compile import kernel_folder
 from cuconvt.geometry import Geometry, make_geometry, normalise
 from cuconvt.plan import Device, Layout, Plan, Refusal, make_plan
 from cuconvt.plan_gather import plan_gather
@@ -43,6 +46,13 @@ def geometry_of(problem: Problem) -> Geometry:
     return make_geometry(
         problem.rank, problem.x_shape, problem.weight_shape, bias_shape, *normalise(problem.rank, **parameters)
     )
+
+
+def has_plane_with_a_tap(geometry: Geometry) -> bool:
+    """Whether a tap reaches any plane of the result along D: what is nothing but bias is planned as it is."""
+    (stride, *_), (dilation, *_), (kernel, *_) = geometry.stride, geometry.dilation, geometry.kernel
+    step = stride if kernel == 1 else gcd(stride, dilation)
+    return any((plane + geometry.pad_before[0]) % step == 0 for plane in range(geometry.out_extent[0]))
 
 
 def contiguous(extents: Ints) -> Ints:
@@ -96,3 +106,23 @@ def planner_with(propose: Callable[..., Plan | Refusal], tile: Any) -> Callable[
         return found
 
     return plan
+
+
+def struct_fields() -> list[tuple[str, int]]:
+    """Return the names and lengths of the fields of ``struct Problem``, from the header."""
+    header = (kernel_folder() / "common.cuh").read_text()
+    (body,) = re.findall(r"struct Problem \{(.*?)\};", header, re.DOTALL)
+    code = re.sub(r"//.*", "", body)
+    declared = re.findall(r"long long ([^;]+);", code)
+    assert not re.sub(r"long long [^;]+;|\s", "", code), "a field of struct Problem is not a long long"
+    fields = [re.fullmatch(r"(\w+)(?:\[(\d+)\])?", name.strip()) for line in declared for name in line.split(",")]
+    return [(field[1], int(field[2] or 1)) for field in fields if field]
+
+
+def problem_of(plan: Plan) -> dict[str, Ints]:
+    """Return the run-time parameters by the names of the header's fields."""
+    rest, named = plan.problem, {}
+    for name, length in struct_fields():
+        named[name], rest = rest[:length], rest[length:]
+    assert not rest
+    return named

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from described import geometry_of
+from described import geometry_of, problem_of
 from host_correlate_wgmma import (
     EXTENTS,
     LARGEST_KERNEL,
@@ -125,7 +125,7 @@ def of_each_way(this: Case) -> dict[int, Problem]:
 
 
 def bytes_copied(plan: Plan) -> int:
-    return plan.problem[-20]
+    return problem_of(plan)["x_vector"][0]
 
 
 def plan_for(this: Case, problem: Problem) -> Plan:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from described import channels_last, contiguous, geometry_of
+from described import channels_last, contiguous, geometry_of, problem_of
 from host_gradients import LAST, gradients_on_host, specialisation
 from strategies import KINDS, Ints, Problem, Specialisation, case
 
@@ -186,7 +186,7 @@ def whole_rows(this: Case) -> list[Problem]:
 
 
 def read_by_vectors(plan: Plan) -> bool:
-    return bool(plan.problem[-20])
+    return bool(problem_of(plan)["x_vector"][0])
 
 
 def plan_for(this: Case, problem: Problem) -> Plan:

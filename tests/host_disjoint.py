@@ -8,9 +8,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from described import planner_with
+from described import planner_with, problem_of
 from strategies import KINDS, NOT_LAST, Ints, Specialisation
-from test_plan import problem_of
 
 from cuconvt import plan_disjoint as disjoint
 from cuconvt.geometry import Geometry

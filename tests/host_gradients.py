@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from described import DEVICES, channels_last, contiguous, geometry_of
+from described import DEVICES, channels_last, contiguous, geometry_of, problem_of
 from host.backend import PACK_BLOCK, boxes_of, plan_family
 from host.build import kernel_sources, program
 from host.execute import ABSENT, CONTINUED, INPUT, OF_KERNEL_BEFORE, OUTPUT, VALUE, Argument, Program
@@ -187,7 +187,8 @@ def share_of(plan: Plan) -> Share:
     defines, (n, groups, c_in, c_out, *_) = dict(plan.defines), plan.problem
     kernel, ones = tuple(defines[f"KERNEL_{axis}"] for axis in "DHW"), (1, 1, 1)
     tiles = Work(Shape(3, kernel, ones, ones, groups, c_in, c_out, False, False)).tiles_of_weights(plan.tile)
-    return Share(tiles, n * prod(plan.problem[31:34]), plan.problem[48])
+    fields = problem_of(plan)
+    return Share(tiles, n * prod(fields["tiles"][:3]), *fields["blocks"])
 
 
 @contextmanager

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from described import DEVICES, geometry_of, layout_of
+from described import DEVICES, geometry_of, has_plane_with_a_tap, layout_of, problem_of
 from strategies import KINDS, SIDES, Ints, Specialisation, case
-from test_plan import problem_of
 
 from cuconvt import plan_phase_wgmma as wgmma
 from cuconvt.geometry import Geometry
@@ -281,7 +280,8 @@ def plan_tile(
     geometry, layout = batch_as_depth(geometry, layout)
     # The result of a call without `out` has the layout of x.
     last = layout.out_channels_last
-    if tile.slides and reached_planes(geometry, layout)[0].dilation[0] > 1:  # no plane is reached, and none left out
+    # Where no plane is reached, or none left out, the tile is one for another kernel.
+    if not has_plane_with_a_tap(geometry) or (tile.slides and reached_planes(geometry, layout)[0].dilation[0] > 1):
         return wgmma.plan_phase_wgmma(geometry, dtype, layout, precision, device)
     tile = dataclasses.replace(tile, merge_w=tile.merge_w and not last, join_w=tile.join_w and last)
     return wgmma.plan_tile(geometry, dtype, layout, precision, device, tile)

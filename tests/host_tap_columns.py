@@ -7,9 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from described import DEVICES, planner_with
+from described import DEVICES, planner_with, problem_of
 from strategies import KINDS, NOT_LAST, SIDES, Ints, Specialisation
-from test_plan import problem_of
 
 from cuconvt import plan_tap_columns as tap_columns
 from cuconvt.geometry import Geometry

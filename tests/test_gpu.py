@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from described import DEFAULT, geometry_of, layout_of
+from described import DEFAULT, geometry_of, layout_of, problem_of
 from fixed_cases import FEW_RESULTS, FIXED, RAGGED, SPECIAL
 from gpu_tools import delay, plane_of, planned_by, to_gpu
 from harness import call, check, is_channels_last, to_numpy
 from hypothesis import given, seed, settings
 from special import check_denormals, check_infinities, check_scales
 from strategies import DTYPES, LAST, LAYOUTS, OUT_LAYOUTS, Problem, Specialisation, case, place, problems
-from test_plan import problem_of
 
 import cuconvt
 from cuconvt.plan import Plan

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
-from described import DEVICES, geometry_of, layout_of
+from described import DEVICES, geometry_of, layout_of, problem_of
 from fixed_cases import FIXED, RAGGED, SPECIAL
 from gpu_tools import delay, planned_by, to_gpu
 from gradients import (
@@ -29,7 +29,6 @@ from harness import is_channels_last, to_numpy
 from hypothesis import given, seed, settings
 from strategies import DTYPES, LAST, LAYOUTS, OUT_LAYOUTS, Problem, case, place, problems
 from test_gpu import FOR_TENSOR_CORES, LONGEST, PRECISIONS, needs_memory, specialisation
-from test_plan import problem_of
 
 import cuconvt
 from cuconvt.plan import Plan

@@ -20,7 +20,7 @@ import host_phase_wgmma
 import host_tap_columns
 import numpy as np
 import pytest
-from described import DEVICES, channels_last, contiguous, geometry_of
+from described import DEVICES, channels_last, contiguous, geometry_of, problem_of, struct_fields
 from fixed_cases import FEW_RESULTS, FIXED
 from harness import check
 from host.backend import launch, on_host, plan_family
@@ -30,7 +30,6 @@ from hypothesis import given, seed, settings
 from shipped import OF_THE_PROBLEM, SIMT, shipped
 from special import check_denormals, check_infinities, check_scales
 from strategies import DTYPES, KINDS, LAYOUTS, SIDES, Problem, Specialisation, case, place, problems
-from test_plan import problem_of, struct_fields
 
 from cuconvt.compile import kernel_folder
 from cuconvt.plan import Device, Layout, Plan, positions

@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from described import DEVICES, geometry_of
+from described import DEVICES, geometry_of, problem_of
 from gradients import check
 from host.build import kernel_sources, why_not
 from host_correlate_rows import Case, bytes_copied, cases, draw_tile, of_each_way, on_host, plan_for
@@ -84,8 +84,8 @@ def test_every_kind_of_tile_is_reached() -> None:
             reached[f"{bytes_copied(plan)} bytes at a time"] += 1
             for name in ("RESIDENT", "OUT_CHANNELS_LAST", "INDEX64", "WORKERS", "PAD_W", "X_STAGES", "STRIDE_W"):
                 reached[f"{name} {d[name]}"] += 1
-            reached["pairs of results"] += plan.problem[-19]
-            reached["patches"] += any(plan.problem[-9:-7])
+            reached["pairs of results"] += problem_of(plan)["out_vector"][0]
+            reached["patches"] += any(problem_of(plan)["patches"])
             reached["an odd number of taps"] += d["KERNEL_W"] % 2
             reached["taps apart"] += d["KERNEL_W"] > 1 and d["DILATION_W"] > 1
     for kind in (

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from described import DEVICES, geometry_of
+from described import DEVICES, geometry_of, problem_of
 from described import layout_of as layout_like
 from gradients import check
 from host.build import kernel_sources, why_not
@@ -240,7 +240,7 @@ def test_every_kind_of_boxed_tile_is_reached() -> None:
         reached["classes one by one"] += d["CLASSES"] < min(d["KERNEL_W"], d["STRIDE_W"])
         reached["classes at once"] += d["CLASSES"] > 1
         reached["several chunks"] += plan.maps[0].channels < this.spec.c_out_per_group
-        reached["patches"] += any(plan.problem[-8:-6])
+        reached["patches"] += any(problem_of(plan)["patches"])
     for kind in (
         *(f"{name} {value}" for name in ("RESIDENT", "TAKE_TURNS", "OUT_CHANNELS_LAST", "INDEX64") for value in (0, 1)),
         *(f"WORKERS {value}" for value in (1, 2, 3)),

@@ -584,12 +584,12 @@ FAULTS = {
         DEEP,
     ),
     "a bias that is read too late": phase_wgmma_fault(
-        "warps_sync(2 + threadIdx.x / TEAM_THREADS, TEAM_THREADS);  // the box before",
+        "warps_sync(2 + threadIdx.x / STORERS, STORERS);  // the box before",
         "// the box before",
         "with no barrier in between",
     ),
     "a slice of sums that is read too early": phase_wgmma_fault(
-        "turn(slice, acc, eight);\n        warps_sync(barrier, TEAM_THREADS);",
+        "turn(slice, acc, eight);\n        warps_sync(barrier, STORERS);",
         "turn(slice, acc, eight);",
         UNWRITTEN + "|with no barrier in between",
     ),

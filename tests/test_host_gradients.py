@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from described import DEVICES, geometry_of, layout_of
+from described import DEVICES, geometry_of, layout_of, struct_fields
 from gradients import check, gradient_of
 from host.backend import plan_family
 from host.build import kernel_sources, why_not
@@ -25,7 +25,6 @@ from host_gradients import (
 from hypothesis import given, seed, settings
 from strategies import DTYPES, Problem, case, problems
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
-from test_plan import struct_fields
 
 from cuconvt.grad import conv_transpose3d_input
 

@@ -557,3 +557,57 @@ def test_phases_with_more_taps_come_first(name: str) -> None:
 def test_a_fault_of_their_order_is_caught(before: str, after: str) -> None:
     with pytest.raises(AssertionError, match="nobody wrote byte|which thread|belong to no|" + VALUES):
         check_uneven("planes and rows", plant(kernel_sources("phase_wgmma.cu"), before, after))
+
+
+# ---- columns that are cut --------------------------------------------------------------------------------------------
+
+# A problem whose images are a column each, multiprocessors, and of a set in its plan: rounds of whole columns, columns
+# that are left, their parts, blocks without a part, and in how many rounds these take whole rests of columns.
+CUT = {
+    "parts": (case((8, 7, 16, 5, 9), 8, 3, has_bias=True), 6, (1, 2, 6, 0, 0)),
+    "rests": (case((5, 7, 20, 5, 9), 8, 3, padding=1, has_bias=True), 7, (0, 5, 5, 2, 2)),
+    "all phases": (case((5, 7, 20, 3, 7), 7, (3, 3, 4), 2, (1, 1, 1), has_bias=True), 7, (0, 5, 5, 2, 2)),
+    "sets": (case((3, 14, 21, 5, 9), 16, 3, padding=(1, 0, 1), groups=2), 10, (0, 3, 3, 2, 1)),
+}
+
+
+def check_cut(name: str, resident: bool, last: bool, sources: dict[str, str] | None = None) -> set[tuple[int, ...]]:
+    """Run a problem of the table, and return what its plans have of the table's numbers."""
+    problem, multiprocessors, _ = CUT[name]
+    if last:
+        problem = dataclasses.replace(problem, x_layout="channels_last", out_layout="channels_last")
+    device = dataclasses.replace(WGMMA_DEVICE, multiprocessors=multiprocessors)
+    seen = set()
+
+    def plan(*arguments: Any) -> Plan:
+        planned = plan_with(dataclasses.replace(SLIDING, resident=resident, ring=9 if resident else 3))(*arguments)
+        whole, _, left, _, parts, others, _, rounds, _ = problem_of(planned)["shares"]
+        seen.add((whole // planned.grid, left, parts, others, rounds))
+        return planned
+
+    with on_host("phase_wgmma", device, "tf32", sources=sources, plan=plan):
+        check(problem, "float32", precision="tf32")
+    return seen
+
+
+@pytest.mark.parametrize(("resident", "last"), [(False, False), (True, True)], ids=["passing", "staying"])
+@pytest.mark.parametrize("name", CUT)
+def test_columns_that_are_cut(name: str, resident: bool, last: bool) -> None:
+    assert check_cut(name, resident, last) == {CUT[name][-1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("parts", "first = of_set / left * part", "first = of_set % left * part"),
+        ("rests", "column = round * others + other, first", "column = round + other, first"),
+        ("rests", "first = rest + other / last * rest_part", "first = rest"),
+        ("sets", "whole + column * sets + set", "whole + column * sets"),
+    ],
+    ids=["parts", "rounds", "rests", "sets"],
+)
+def test_a_fault_of_columns_is_caught(name: str, before: str, after: str) -> None:
+    with pytest.raises(
+        AssertionError, match="nobody wrote byte|which thread|belong to no|writes byte|barrier|" + VALUES
+    ):
+        check_cut(name, True, False, plant(kernel_sources("phase_wgmma.cu"), before, after))

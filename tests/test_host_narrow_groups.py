@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from described import DEVICES, geometry_of, layout_of
+from described import DEVICES, geometry_of, layout_of, problem_of
 from harness import call, check
 from host.backend import on_host
 from host.build import why_not
 from host_narrow_groups import plan_tile
 from strategies import DTYPES, Problem, case, place
-from test_plan import problem_of
 
 from cuconvt import plan_narrow_groups as narrow
 from cuconvt.plan import Plan

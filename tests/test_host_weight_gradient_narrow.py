@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from described import DEVICES, geometry_of, layout_of
+from described import DEVICES, geometry_of, layout_of, problem_of
 from fixed_cases import FIXED
 from gradients import check
 from host.build import kernel_sources, why_not
@@ -14,7 +14,6 @@ from host_gradients import check_drawn, gradients_on_host
 from host_weight_gradient_narrow import LONGEST, NEXT, Case, cases, on_host
 from strategies import Problem, Specialisation, case
 from test_host_faults import UNWRITTEN, VALUES, plant
-from test_plan import problem_of
 
 from cuconvt.plan import Device, Layout, Plan, Refusal
 from cuconvt.plan_weight_gradient_narrow import Tile, plan_weight_gradient_narrow

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from described import DEVICES, geometry_of, layout_of
+from described import DEVICES, geometry_of, layout_of, problem_of
 from fixed_cases import FIXED
 from gradients import check, direct_weight, gradient_of
 from host.build import kernel_sources, why_not
@@ -20,7 +20,6 @@ from host_gradients import check_drawn, gradients_on_host, share_of, specialisat
 from host_weight_gradient_tma import SHARED_BYTES, Case, cases, layout_for, on_host
 from strategies import DTYPES, Ints, Problem, case
 from test_host_faults import IN_USE, UNWRITTEN, VALUES, plant
-from test_plan import problem_of
 
 import cuconvt
 from cuconvt import plan_weight_gradient_tma as planner

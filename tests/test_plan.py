@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from math import gcd, prod
 from typing import Any
 
 import pytest
-from described import DEFAULT, DEVICES, channels_last, contiguous, gather_of, geometry_of, layout_of, plan_of
+from described import (
+    DEFAULT,
+    DEVICES,
+    channels_last,
+    contiguous,
+    gather_of,
+    geometry_of,
+    has_plane_with_a_tap,
+    layout_of,
+    plan_of,
+    problem_of,
+    struct_fields,
+)
 from fixed_cases import FIXED
 from host.backend import plan_or_refusal
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import Problem, Specialisation, case, problems
+from test_plan_shares import assert_each_slice_once
 
-from cuconvt.compile import kernel_folder
 from cuconvt.geometry import Geometry, make_geometry
 from cuconvt.phases import axis_phases
-from cuconvt.plan import DTYPE_CODES, Device, Layout, Plan, Refusal, make_plan, positions, round_up
+from cuconvt.plan import DTYPE_CODES, PATCHES, SHARES, Device, Layout, Plan, Refusal, make_plan, positions, round_up
 from cuconvt.plan_disjoint import plan_disjoint
 from cuconvt.plan_few_channels import plan_few_channels
 from cuconvt.plan_gather import plan_gather
@@ -27,6 +38,7 @@ from cuconvt.plan_narrow_groups import plan_narrow_groups
 from cuconvt.plan_phase_gemm import candidates as phase_gemm_candidates
 from cuconvt.plan_phase_wgmma import candidates, choose_tile, plan_phase_wgmma, tiles
 from cuconvt.plan_phase_wgmma_work import Planes, Work, reached_planes
+from cuconvt.plan_shares import Shares
 from cuconvt.plan_views import batch_as_axis, batch_as_depth
 
 Ints = tuple[int, ...]
@@ -123,26 +135,6 @@ def ends_of_rows(problem: Problem) -> Ints:
     geometry = geometry_of(problem)
     phases = (pad % stride for pad, stride in zip(geometry.pad_before, geometry.stride, strict=True))
     return (geometry.pad_before[2] // geometry.stride[2] % 4, *phases, geometry.out_extent[2] % geometry.stride[2])
-
-
-def struct_fields() -> list[tuple[str, int]]:
-    """Return the names and lengths of the fields of ``struct Problem``, from the header."""
-    header = (kernel_folder() / "common.cuh").read_text()
-    (body,) = re.findall(r"struct Problem \{(.*?)\};", header, re.DOTALL)
-    code = re.sub(r"//.*", "", body)
-    declared = re.findall(r"long long ([^;]+);", code)
-    assert not re.sub(r"long long [^;]+;|\s", "", code), "a field of struct Problem is not a long long"
-    fields = [re.fullmatch(r"(\w+)(?:\[(\d+)\])?", name.strip()) for line in declared for name in line.split(",")]
-    return [(field[1], int(field[2] or 1)) for field in fields if field]
-
-
-def problem_of(plan: Plan) -> dict[str, Ints]:
-    """Return the run-time parameters by the names of the header's fields."""
-    rest, named = plan.problem, {}
-    for name, length in struct_fields():
-        named[name], rest = rest[:length], rest[length:]
-    assert not rest
-    return named
 
 
 # ---- what a plan is ----------------------------------------------------------------------------------------------
@@ -324,13 +316,23 @@ def assert_boxes_cover_every_output(plan: Plan, geometry: Geometry, device: Devi
         all_of_a_position = (defines["SLIDES"], 0, defines["JOIN_W"])[axis]
         outputs = -(-geometry.out_extent[axis] // geometry.stride[axis])
         count = positions(geometry, axis) if all_of_a_position else outputs
-        assert (tiles[axis] - 1) * box[axis] < count <= tiles[axis] * box[axis]
+        if all_of_a_position and axis == 0:
+            assert tiles[0] == box[0] == count  # slices of a column
+        else:
+            assert (tiles[axis] - 1) * box[axis] < count <= tiles[axis] * box[axis]
     assert 0 <= tiles[3] * box[3] - geometry.c_out_per_group < box[3]
     phases = 1 if defines["ALL_PHASES"] else prod(geometry.stride[:2])
     (blocks,) = fields["blocks"]
-    assert blocks == prod(tiles) * phases * geometry.groups * geometry.n
     # One block after the other would not find the weights that it has: each set needs a block.
     sets = tiles[3] * geometry.groups if defines["RESIDENT"] else 1
+    if defines["SLIDES"]:
+        columns = prod(tiles[1:]) * geometry.groups * geometry.n
+        held = max(sets, device.multiprocessors * defines["MIN_BLOCKS"])
+        assert_each_slice_once(Shares(plan.grid, blocks, *fields["shares"]), columns, tiles[0])
+        assert 1 <= plan.grid <= held
+        assert plan.grid % sets == 0
+        return
+    assert blocks == prod(tiles) * phases * geometry.groups * geometry.n
     assert 1 <= plan.grid <= min(blocks, max(sets, device.multiprocessors * defines["MIN_BLOCKS"]))
     assert plan.grid == blocks or plan.grid % sets == 0
 
@@ -549,7 +551,7 @@ def test_few_boxes_take_one_launch_of_the_same_code(dtype: str, precision: str |
     ("problem", "boxes_a_block", "stay"),
     [
         (case((1, 64, 6, 6, 6), 64, 3, 2), 1, True),  # 55 KB of them
-        (case((8, 48, 64, 64, 64), 48, 3), 4, True),
+        (case((8, 48, 64, 64, 64), 48, 3), 2, True),  # a column, and a part of one
         (case((1, 512, 4, 4), 256, 4, 2), 1, False),
     ],
     ids=["many", "several-boxes", "passing"],
@@ -686,16 +688,11 @@ def test_a_plan_of_phase_wgmma(problem: Problem, kind: Kind, last: bool, multipr
     assert_boxes_cover_every_output(plan, seen_by(plan, geometry_of(problem), last), device)
 
 
-def has_plane_with_a_tap(g: Geometry) -> bool:
-    step = g.stride[0] if g.kernel[0] == 1 else gcd(g.stride[0], g.dilation[0])
-    return any((plane + g.pad_before[0]) % step == 0 for plane in range(g.out_extent[0]))
-
-
 @given(problem=problems(), kind=kinds, last=st.booleans(), n=st.sampled_from((1, 2, 37)), more=st.integers(1, 40))
 def test_wgmma_is_compiled_for_neither_batch_nor_extents(
     problem: Problem, kind: Kind, last: bool, n: int, more: int
 ) -> None:
-    assume(has_plane_with_a_tap(geometry_of(problem)))  # else the result, nothing but bias, is planned as it is
+    assume(has_plane_with_a_tap(geometry_of(problem)))
     changed = dataclasses.replace(problem, n=n, extent=tuple(2 * extent + more for extent in problem.extent))
     plan, other = (wgmma_or_refusal(p, *kind, DEVICES[90], last) for p in (problem, changed))
     if isinstance(plan, Refusal):
@@ -1197,6 +1194,11 @@ def test_the_problem_is_the_struct_of_the_header() -> None:
     assert {name: fields[name] for name in named} == named
 
 
+def test_places_in_the_struct() -> None:
+    assert [name for name, length in struct_fields() for _ in range(length)].index("patches") == PATCHES
+    assert dict(struct_fields())["shares"] == SHARES
+
+
 def test_the_problem_is_passed_as_one_struct() -> None:
     pytest.importorskip("cupy")
     from cuconvt.cuda import problem_struct
@@ -1243,17 +1245,6 @@ def test_channels_last_selects_the_order_of_visits() -> None:
     for last in (False, True):
         defines = dict(plan_of(FIXED["kb61"], last=last).defines)
         assert (defines["X_CHANNELS_LAST"], defines["OUT_CHANNELS_LAST"]) == (last, last)
-
-
-@pytest.mark.parametrize(("columns", "walk"), [(1, 2), (66, 50), (132, 100), (1000, 100)])
-def test_a_walk_along_d_is_long_where_others_keep_the_device_busy(columns: int, walk: int) -> None:
-    geometry = geometry_of(case((1, 32, 98, 40, 40), 24, 3))
-    work = Work(geometry, "bfloat16", None, layout_of(geometry))
-    tile = next(tile for tile in tiles(work) if tile.slides)
-    box = work.best_box(tile, (100, 42, 42), DEVICES[90])
-    assert box is not None
-    assert box.extent[0] == 100
-    assert work.cut_along_d(tile, box, 100, columns, 132).extent[0] == walk
 
 
 def test_blocks_walk_only_where_slices_are_shared() -> None:

@@ -8,11 +8,10 @@ from math import prod
 from typing import Any
 
 import pytest
-from described import DEFAULT, DEVICES, channels_last, contiguous, geometry_of, layout_of
+from described import DEFAULT, DEVICES, channels_last, contiguous, geometry_of, layout_of, struct_fields
 from fixed_cases import FIXED
 from hypothesis import given, settings
 from strategies import DTYPES, Problem, case, problems
-from test_plan import struct_fields
 
 from cuconvt import plan_correlate_wgmma as correlate_wgmma
 from cuconvt import plan_weight_gradient_wgmma as weight_wgmma

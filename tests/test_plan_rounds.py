@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from described import DEVICES, geometry_of, layout_of
+from described import DEVICES, geometry_of, layout_of, problem_of
 from strategies import case
-from test_plan import problem_of
 
 from cuconvt.plan import make_plan
 from cuconvt.plan_rounds import MOST_ROUNDS, WORTH, takes_longest_first, taps_of_phases
