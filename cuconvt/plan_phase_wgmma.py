@@ -171,7 +171,7 @@ def plan_tile(
             (planes.extent, planes.first),
             shares.parameters if shares else (0,) * SHARES,
         ),
-        cost=cost * every,
+        cost=cost * every * work.compared_of(tile),
         packed_words=0 if packs_itself else geometry.groups * tiles_c * packed_words,
         packed_a_thread=packed_a_thread,
         maps=(work.map_of_x(tile, box, dtype, geometry, layout, (1, 1, 1), work.chunk(tile)),) if tile.boxed else (),

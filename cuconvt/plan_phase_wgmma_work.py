@@ -25,6 +25,7 @@ BOX_CLOCKS, CHUNK_CLOCKS = 200, 850  # in which a block waits: for a box, and fo
 SLICE_CLOCKS, SLICE_CHUNK_CLOCKS = 1000, 250  # likewise, where a block slides; the latter for each 64 rows of a worker
 COPIED_CHUNK_CLOCKS, COPIED_SLICE_CHUNK_CLOCKS = 550, 780  # instead, where x is channels-last and comes by copies
 COPY_INSTRUCTIONS = 50  # that 16 bytes of such an x take
+SLIDES_OF_SPLIT = 0.9  # of such a block's clocks in 3xTF32, without a stride: others' workers stored together
 RUN_CLOCKS = 1500  # for a box whose result is stored straight from the registers, by a block that is alone
 BATCH_CLOCKS = 1100  # in which a thread of the stagers loads a batch of rows and stores it, however many have one
 DEEP = 0.85  # of the waits for chunks are left where four of them are staged ahead
@@ -39,6 +40,7 @@ COMPARED_OF_16_BITS = 0.65
 COMPARED_OF_BOXED = 0.5  # where bulk tensor copies bring x
 COMPARED_OF_SPLIT, COMPARED_OF_SPLIT_GROUPS = 1.05, 0.75  # likewise, for 3xTF32
 COMPARED_OF_UNSTRIDED = 0.95  # instead, without a stride and with as many channels as plan_correlate_wgmma serves
+SPLIT_SLIDES_COMPARED = 0.4  # beside that kernel, of blocks that slide in 3xTF32: in five layers they were faster
 FEWEST_TURNED = 40  # channels of a result that it serves: with fewer, this kernel took 0.4 to 0.8 times as long
 ROW_ENDS = 16  # outputs more than a row has take as long to write
 
@@ -166,11 +168,16 @@ class Work(WorkOnPlanes):
             self.compared = COMPARED_OF_ROWS
         elif s.products == 1:
             self.compared = COMPARED_OF_TF32_LAST
+        self.is_turned = max(s.stride) == 1 and s.c_out >= FEWEST_TURNED
         if s.boxes:
-            is_turned = max(s.stride) == 1 and s.c_out >= FEWEST_TURNED
-            self.compared = COMPARED_OF_UNSTRIDED if is_turned else COMPARED_OF_BOXED
+            self.compared = COMPARED_OF_UNSTRIDED if self.is_turned else COMPARED_OF_BOXED
             if s.products == 3:
                 self.compared = COMPARED_OF_SPLIT_GROUPS if s.whole_chunks else COMPARED_OF_SPLIT
+
+    def compared_of(self, tile: Tile) -> float:
+        """Return what a tile's cost is multiplied with beside, to be compared with ``correlate_wgmma``'s."""
+        s = self.shape
+        return SPLIT_SLIDES_COMPARED if tile.slides and s.boxes and s.products == 3 and self.is_turned else 1
 
     def with_pairs(self) -> Work:
         """Return the same with rows read in pairs, as most can be: it depends on extents, which a choice must not."""
@@ -256,7 +263,8 @@ class Work(WorkOnPlanes):
         waits = chunks * a_chunk * (1 if tile.x_stages == 2 else deep) + stored * a_box
         clocks = busiest + OVERLAP * others + waits / (tile.min_blocks * tile.workers // tile.team)
         slots = 0 if tile.resident or s.x_channels_last else chunks * rows
-        return max(clocks, slots * SLOT_CLOCKS / tile.min_blocks)
+        clocks = max(clocks, slots * SLOT_CLOCKS / tile.min_blocks)
+        return clocks * (SLIDES_OF_SPLIT if tile.slides and s.products == 3 and not tile.all_phases else 1)
 
     def clocks_of_boxed(self, tile: Tile, box: Box) -> float:
         """Estimate the same where copies bring x. What bounds a box adds to each other as in a norm."""
