@@ -153,6 +153,7 @@ def plan_tile(
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
     packed_words = chunks * work.slots_of_chunk(tile) * work.slot_bytes(tile) // 4  # of a tile of channels
     packed_a_thread = 4 * work.parts * work.packed_pieces(2 * tile.k_steps)
+    # Blocks have one box each, or parts of columns but no whole ones.
     at_once = blocks <= held or (shares is not None and not shares.whole)
     packs_itself = at_once and work.blocks_can_pack(tile, packed_words // packed_a_thread)
     return Plan(

@@ -87,38 +87,54 @@ def share_columns(columns: int, extent: int, reach: int, sets: int, stay: bool, 
     best, least = Shares(sets * min(blocks, every), columns, columns, sets), float(extent * -(-every // blocks))
     for rounds in dict.fromkeys((every // blocks, 0)):
         left, whole = every - rounds * blocks, rounds * blocks * sets
-        for shares, slices in _divided(left, extent, reach, blocks):
-            cost = (rounds * extent + slices) * (OF_RESTS if shares.others else 1)
-            if left and cost < least:
-                used = blocks if rounds else min(blocks, shares.parts + shares.others)
-                best = shares._replace(
-                    grid=sets * used, boxes=whole + shares.boxes * sets * used, whole=whole, sets=sets
-                )
-                least = cost
+        for division in _divisions(left, extent, reach, blocks) if left else ():
+            cost = (rounds * extent + division.slices) * (OF_RESTS if division.others else 1)
+            if cost < least:
+                used = sets * (blocks if rounds else min(blocks, division.parts + division.others))
+                *of_left, boxes, _ = division
+                best, least = Shares(used, whole + boxes * used, whole, sets, *of_left), cost
     return best
 
 
-def _divided(left: int, extent: int, reach: int, blocks: int) -> Iterator[tuple[Shares, int]]:
-    """Yield ways to divide columns of a set, and how many slices the block with most of them has.
+class Division(NamedTuple):
+    """A way to divide the columns of a set that are left: as in `Shares`, and of a block.
 
-    `boxes` are those of each block.
+    Attributes
+    ----------
+    boxes : int
+        Parts that a block counts.
+    slices : int
+        Those that the block with most of them reads.
     """
+
+    left: int
+    part: int
+    parts: int
+    others: int
+    rest: int
+    rounds: int
+    rest_part: int
+    boxes: int
+    slices: int
+
+
+def _divisions(left: int, extent: int, reach: int, blocks: int) -> Iterator[Division]:
     for parts in range(2, min(extent, MAX_PARTS) + 1):
         part = -(-extent // parts)
         parts = -(-extent // part)  # none is empty
         rounds = -(-left * parts // blocks)
-        yield Shares(0, rounds, 0, 0, left, part, left * parts), rounds * (part + reach)
+        yield Division(left, part, left * parts, 0, 0, 0, 0, rounds, rounds * (part + reach))
     # One round of parts, that do not reach the end, and blocks that have no part.
-    parts = blocks // left if left else 0
-    others = blocks - parts * left
+    parts, others = divmod(blocks, left)
     if not (parts and others):
         return
     shortest = -(-left * extent // blocks)
     for part in range(shortest, min(shortest + LONGER, -(-extent // parts))):
-        rest, rounds = extent - parts * part, left // others
+        rest, (rounds, last) = extent - parts * part, divmod(left, others)
         slices, rest_part = rounds * (rest + reach), 0
-        if last := left - rounds * others:
+        if last:
             rest_part = -(-rest // (others // last))
             slices += rest_part + reach
-        shares = Shares(0, 0, 0, 0, left, part, parts * left, others, parts * part, rounds, rest_part)
-        yield shares._replace(boxes=rounds + (last > 0)), max(part + reach, slices)
+        boxes = rounds + (last > 0)
+        of_others = others, parts * part, rounds, rest_part
+        yield Division(left, part, parts * left, *of_others, boxes, max(part + reach, slices))

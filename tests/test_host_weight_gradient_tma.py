@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from described import DEVICES, geometry_of, layout_of, problem_of
+from described import DEVICES, geometry_of, layout_of, problem_of, struct_fields
 from fixed_cases import FIXED
 from gradients import check, direct_weight, gradient_of
 from host.build import kernel_sources, why_not
@@ -139,6 +139,10 @@ def test_many_images_take_several_launches(name: str, last: bool, monkeypatch: p
             plan = this.plan_for(problem)
             assert plan.workspace_bytes <= room
             launches.add(plan.images[0])
+            # All but the first one add to what is there, and nothing else differs.
+            names = [name for name, length in struct_fields() for _ in range(length)]
+            pairs = zip(plan.problem, plan.problem_of_next, strict=True)
+            assert [i for i, (of_first, of_next) in enumerate(pairs) if of_first != of_next] == [names.index("patches")]
             assert f", {plan.images[0]} launches," in str(plan)
             check("weight", problem, dtype, precision=precision, calls=1)
         assert len(launches) > 1
