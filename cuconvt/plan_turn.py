@@ -9,6 +9,7 @@ from cuconvt.plan import Ints, round_up
 from cuconvt.tensor_map import STRIDE_BYTES
 
 TURN_THREADS = 256
+LOOSE = 2  # positions of a thread, where pieces along W are not aligned
 TURN_FIELDS = 20  # of ``struct Turn``
 
 
@@ -47,6 +48,6 @@ def turn_of(array: Array, first: int, aligned: bool, itemsize: int) -> Ints:
 
 
 def _blocks(n: int, channels: int, extents: list[int], wide: bool, piece: int) -> int:
-    places, across = n * prod(extents) // (piece if wide else 1), 4 if wide else 2
-    warps = -(-places // (32 // across)) * -(-channels // (piece * across))
-    return -(-32 * warps // TURN_THREADS)
+    rows, of_row, down = n * prod(extents[:2]), extents[2], 8 if wide else 16
+    positions = -(-rows * of_row // piece // down) if wide else rows * -(-of_row // (LOOSE * down))  # each of a warp
+    return -(-32 * positions * -(-channels // (piece * 32 // down)) // TURN_THREADS)

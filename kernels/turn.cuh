@@ -1,5 +1,5 @@
 // Arrays that bulk tensor copies cannot read become channels-last before, with as many channels as fill pieces of 16 bytes. A
-// thread turns a piece's channels: of as many positions of a row in registers, or of a single position.
+// thread turns a piece's channels: of as many positions of a row in registers, or of single positions.
 #pragma once
 
 #include "phase_channels.cuh"
@@ -14,6 +14,7 @@ struct Turn {
     long long blocks;                             // of the launch, 0 where it is read as it is
 };
 constexpr int TURN_THREADS = 256;
+constexpr int LOOSE = 2;  // positions of a thread, where pieces along W are not aligned
 
 // Positions of a row, in pieces of as many channels as a piece has elements.
 __device__ __forceinline__ Piece take_position(const Piece (&rows)[PIECE], int position) {
@@ -58,37 +59,43 @@ __device__ __forceinline__ void turn_phases(const Stored* from, Stored* to, cons
     reinterpret_cast<Piece*>(to)[index] = words;
 }
 
+// A thread takes a piece of positions that follow each other or, where these are not aligned, some that are half a warp apart.
 __device__ __forceinline__ void turn(const Stored* from, Stored* to, const Turn& t, unsigned block) {
     const int pieces = (int)((t.channels + PIECE - 1) / PIECE);
-    const unsigned width = (unsigned)(t.wide ? t.extent[2] / PIECE : t.extent[2]);
-    const unsigned places = (unsigned)(t.n * t.extent[0] * t.extent[1]) * width;
     // Of a warp, so many neighbours write channels that follow each other, and the others take the next positions.
-    const int across = t.wide ? 4 : 2;
-    const unsigned i = block * (unsigned)TURN_THREADS + threadIdx.x, sets = (unsigned)((pieces + across - 1) / across);
-    const unsigned down = 32 / (unsigned)across, round = i / 32;
-    const unsigned piece = round % sets * across + i % across, place = round / sets * down + i % 32 / across;
+    const unsigned across = t.wide ? 4 : 2, down = 32 / across, of_row = (unsigned)t.extent[2];
+    const unsigned width = t.wide ? of_row / PIECE : (of_row + LOOSE * down - 1) / (LOOSE * down);
+    const unsigned places = (unsigned)(t.n * t.extent[0] * t.extent[1]) * width;
+    const unsigned i = block * (unsigned)TURN_THREADS + threadIdx.x, sets = ((unsigned)pieces + across - 1) / across;
+    const unsigned round = i / 32, own = i % 32 / across, piece = round % sets * across + i % across;
+    const unsigned place = t.wide ? round / sets * down + own : round / sets;
     if (piece >= (unsigned)pieces || place >= places) return;
-    unsigned rest = place;
-    const unsigned w = rest % width;
-    rest /= width;
-    const unsigned h = rest % (unsigned)t.extent[1];
-    rest /= (unsigned)t.extent[1];
-    const unsigned d = rest % (unsigned)t.extent[0], n = rest / (unsigned)t.extent[0];
-    from += t.first + n * t.stride[0] + piece * PIECE * t.stride[1] + d * t.stride[2] + h * t.stride[3] +
-            w * t.stride[4] * (t.wide ? PIECE : 1);
+    const unsigned row = place / width, column = place % width, w = t.wide ? column * PIECE : column * (LOOSE * down) + own;
+    const unsigned h = row % (unsigned)t.extent[1], slice = row / (unsigned)t.extent[1];
+    const unsigned d = slice % (unsigned)t.extent[0], n = slice / (unsigned)t.extent[0];
+    from += t.first + n * t.stride[0] + piece * PIECE * t.stride[1] + d * t.stride[2] + h * t.stride[3] + w * t.stride[4];
+    Piece* const turned = reinterpret_cast<Piece*>(to) + ((long long)row * of_row + w) * pieces + piece;
     const int left = (int)t.channels - (int)piece * PIECE;
-    Piece rows[PIECE];
     if (t.wide) {
+        Piece rows[PIECE];
 #pragma unroll
         for (int c = 0; c < PIECE; ++c)
             rows[c] = c < left ? *reinterpret_cast<const Piece*>(from + c * t.stride[1]) : Piece{{0, 0, 0, 0}};
         issue_in_order();
 #pragma unroll
-        for (int position = 0; position < PIECE; ++position)
-            reinterpret_cast<Piece*>(to)[(place * PIECE + position) * (long long)pieces + piece] = take_position(rows, position);
+        for (int position = 0; position < PIECE; ++position) turned[position * (long long)pieces] = take_position(rows, position);
     } else {
+        Piece rows[LOOSE][PIECE];
 #pragma unroll
-        for (int c = 0; c < PIECE; ++c) rows[c].value[0] = c < left ? bits_of(from[c * t.stride[1]]) : 0;
-        reinterpret_cast<Piece*>(to)[place * (long long)pieces + piece] = take_position(rows, 0);
+        for (int j = 0; j < LOOSE; ++j) {
+            const bool is_there = w + j * down < of_row;
+            const Stored* const at = from + j * down * t.stride[4];
+#pragma unroll
+            for (int c = 0; c < PIECE; ++c) rows[j][c].value[0] = is_there && c < left ? bits_of(at[c * t.stride[1]]) : 0;
+        }
+        issue_in_order();
+#pragma unroll
+        for (int j = 0; j < LOOSE; ++j)
+            if (w + j * down < of_row) turned[j * down * (long long)pieces] = take_position(rows[j], 0);
     }
 }

@@ -406,10 +406,16 @@ FAULTS = {
     "the other half of a word": ("take_halves(words, position % 2)", "take_halves(words, 1 - position % 2)", VALUES),
     "a position past the last one": ("place >= places) return;", "place > places) return;", PAST + "|wrote"),
     "channels that are not zeros": (
-        "c < left ? bits_of(from[c * t.stride[1]]) : 0",
-        "bits_of(from[c * t.stride[1]])",
+        "is_there && c < left ? bits_of(at[c * t.stride[1]]) : 0",
+        "is_there ? bits_of(at[c * t.stride[1]]) : 0",
         PAST,
     ),
+    "positions that are not there": (
+        "is_there && c < left ? bits_of(at[c * t.stride[1]]) : 0",
+        "c < left ? bits_of(at[c * t.stride[1]]) : 0",
+        PAST,
+    ),
+    "positions past the row's last": ("if (w + j * down < of_row) turned[", "turned[", PAST + "|wrote"),
 }
 # Those of float32, whose rows are loaded to registers and whose x is prepared.
 FAULTS_FLOAT32 = {
