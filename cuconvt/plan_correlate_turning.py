@@ -14,7 +14,7 @@ from math import inf
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, Plan, Refusal
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
-from cuconvt.plan_turn import Array, channels_last, turn_of
+from cuconvt.plan_turn import WIDE, Array, channels_last, reached, turn_of
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES
 from cuconvt.tensor_map import ITEMSIZES, reads
 
@@ -31,6 +31,10 @@ TURNED_BYTES_A_CLOCK = 40
 # products, so that costs compare with those of kernels that read rows; fitted to 121 problems on an H100.
 LARGE = {(2, 1): (2.35, 0.174), (4, 1): (2.35, 0.098), (4, 3): (1.1, 0.152)}
 SMALL_OF_SPLIT = 1.12  # of small y, what is split for 3xTF32
+# Of y whose rows are not aligned, which other kernels read slowly: what the correlation takes, times its estimate, and
+# a byte beyond the first 4 MB, by bytes of an element; fitted to 61 problems of up to 250 MB on an H200.
+LOOSE, LOOSE_FREE_BYTES = {2: (1.4, 0.06), 4: (1.0, 0.03)}, 4 * 2**20
+LOOSE_OF_FEW_AXES = 32 * 2**20  # bytes of such y up to which this holds with one or two axes
 
 
 def plan_correlate_turning(
@@ -41,31 +45,38 @@ def plan_correlate_turning(
         return Refusal(NAME, f"serves tensor cores' precisions, got {precision or dtype}")
     if geometry.c_out < FEWEST_CHANNELS:
         return Refusal(NAME, f"serves at least {FEWEST_CHANNELS} channels of y")
-    turned, itemsize = turned_y(geometry, dtype), ITEMSIZES[dtype]
-    if reads(layout.out, turned.extents, layout.out_aligned, itemsize):
+    itemsize, y = ITEMSIZES[dtype], Array((geometry.n, geometry.c_out, *geometry.out_extent), layout.out)
+    if reads(y.strides, y.extents, layout.out_aligned, itemsize):
         return Refusal(NAME, "bulk tensor copies bring y as it is")
-    if (size := turned.bytes(itemsize)) > MAX_WORKSPACE_BYTES:
+    geometry, y, first = reached(geometry, y)
+    if (size := turned_y(geometry, dtype).bytes(itemsize)) > MAX_WORKSPACE_BYTES:
         return Refusal(NAME, f"turned y takes {size} bytes, more than {MAX_WORKSPACE_BYTES}")
 
     def of_turned(layout: Layout) -> Plan | Refusal:
         return plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=most)
 
-    return turning(geometry, dtype, layout, precision, of_turned)
+    return turning(geometry, dtype, replace(layout, out=y.strides), precision, of_turned, first)
 
 
 def turning(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, of_turned: Callable[[Layout], Plan | Refusal]
+    geometry: Geometry,
+    dtype: str,
+    layout: Layout,
+    precision: str | None,
+    of_turned: Callable[[Layout], Plan | Refusal],
+    first: int = 0,
 ) -> Plan | Refusal:
-    """Return the plan of the layout that turned y has, with what turns it."""
+    """Return the plan of the layout that turned y has, with what turns it from its element `first` on."""
     itemsize, turned = ITEMSIZES[dtype], turned_y(geometry, dtype)
     plan = of_turned(replace(layout, out=turned.strides, out_aligned=True))
     if isinstance(plan, Refusal):
         return Refusal(NAME, plan.reason)
     if not plan.maps:
         return Refusal(NAME, "bulk tensor copies would not bring y")
-    turn, size = turn_of(Array(turned.extents, layout.out), 0, layout.out_aligned, itemsize), turned.bytes(itemsize)
+    turn, size = turn_of(Array(turned.extents, layout.out), first, layout.out_aligned, itemsize), turned.bytes(itemsize)
     products = 3 if precision == "tf32x3" else 1
-    return replace(with_copy_of_y(plan, turn, size), cost=_cost(plan.cost, size, itemsize, products))
+    is_loose = not turn[WIDE] and (geometry.rank == 3 or size <= LOOSE_OF_FEW_AXES)
+    return replace(with_copy_of_y(plan, turn, size), cost=_cost(plan.cost, size, itemsize, products, is_loose))
 
 
 def with_copy_of_y(plan: Plan, turn: Ints, size: int) -> Plan:
@@ -80,8 +91,11 @@ def with_copy_of_y(plan: Plan, turn: Ints, size: int) -> Plan:
     )
 
 
-def _cost(cost: float, size: int, itemsize: int, products: int) -> float:
+def _cost(cost: float, size: int, itemsize: int, products: int, is_loose: bool) -> float:
     """Return the cost of a plan together with that of turning so many bytes."""
+    if is_loose and products == 1:
+        compared, a_byte = LOOSE[itemsize]
+        return compared * cost + a_byte * max(0, size - LOOSE_FREE_BYTES)
     if size <= SMALL[itemsize]:
         compared = SMALL_OF_SPLIT if products > 1 else 1
         return compared * (cost + 2 * max(0, size - FREE_BYTES) / TURNED_BYTES_A_CLOCK)

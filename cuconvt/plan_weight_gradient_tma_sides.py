@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from math import gcd
 from typing import NamedTuple
 
-from cuconvt.geometry import Geometry, triple
+from cuconvt.geometry import Geometry
 from cuconvt.plan import Ints, Layout
-from cuconvt.plan_turn import Array, channels_last, turn_of
+from cuconvt.plan_turn import Array, channels_last, reached, turn_of
 from cuconvt.plan_views import taps_follow_each_other, with_taps_as_channels
 from cuconvt.tensor_map import reads
 
@@ -44,7 +42,7 @@ class Sides(NamedTuple):
             turn_x = turn_of(x, 0, layout.x_aligned, itemsize)
             x = channels_last(x.extents, itemsize)
         if not reads(y.strides, y.extents, layout.out_aligned, itemsize):
-            g, y, first = _reached(g, y)
+            g, y, first = reached(g, y)
             turn_y = turn_of(y, first, layout.out_aligned, itemsize)
             y = channels_last(y.extents, itemsize)
         return cls(g, x, y, turn_x, turn_y, parts=parts)
@@ -66,27 +64,6 @@ class Sides(NamedTuple):
             return None
         y = Array((n, taps * channels, d, h, w // taps), (*strides[:4], taps * channels))
         return self._replace(geometry=with_taps_as_channels(self.geometry), y=y, fold=taps)
-
-
-def _reached(geometry: Geometry, y: Array) -> tuple[Geometry, Array, int]:
-    """Return the problem of those elements of y alone that a tap may read, a multiple of their common step apart."""
-    g = geometry
-    steps = tuple(s if k == 1 else gcd(s, d) for s, d, k in zip(g.stride, g.dilation, g.kernel, strict=True))
-    firsts = tuple(-pad % step for pad, step in zip(g.pad_before, steps, strict=True))
-    extents = tuple(max(1, -(-(o - f) // s)) for o, f, s in zip(g.out_extent, firsts, steps, strict=True))
-    if any(f >= o for f, o in zip(firsts, g.out_extent, strict=True)):
-        return g, y, 0  # no element is read
-    smaller = dataclasses.replace(
-        g,
-        stride=triple(a // b for a, b in zip(g.stride, steps, strict=True)),
-        dilation=triple(d if k == 1 else d // b for d, b, k in zip(g.dilation, steps, g.kernel, strict=True)),
-        pad_before=triple((p + f) // b for p, f, b in zip(g.pad_before, firsts, steps, strict=True)),
-        out_extent=triple(extents),
-    )
-    of_n, of_channels, *of_axes = y.strides
-    strides = tuple(stride * step for stride, step in zip(of_axes, steps, strict=True))
-    first = sum(f * stride for f, stride in zip(firsts, of_axes, strict=True))
-    return smaller, Array((*y.extents[:2], *extents), (of_n, of_channels, *strides)), first
 
 
 def itemsize_of(parts: int) -> int:

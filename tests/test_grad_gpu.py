@@ -269,6 +269,8 @@ TURNED = {
     "cropped": case((2, 40, 99), 35, 6, stride=4, padding=1, x_layout="channels_last", out_layout="cropped"),
     "by_five_and_eight": case((2, 21, 13, 15), 21, (10, 16), stride=(5, 8), padding=4, has_bias=True),
     "last": case((2, 21, 13, 15), 21, 10, stride=5, padding=2, out_layout="channels_last"),
+    "common_steps": case((2, 40, 9, 12, 20), 24, 3, stride=2, padding=1, dilation=2),
+    "some_common_steps": case((3, 33, 15, 37), 35, (3, 4), stride=(1, 6), padding=(0, 2), dilation=(2, 4)),
 }
 
 

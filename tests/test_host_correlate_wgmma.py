@@ -27,14 +27,15 @@ from host_correlate_wgmma import (
     turned_cases,
     whole_rows,
 )
-from host_gradients import check_drawn, specialisation
+from host_gradients import check_drawn, gradients_on_host, specialisation
 from strategies import Problem, case
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 from cuconvt.plan import Device, Plan
-from cuconvt.plan_correlate_turning import turned_y
+from cuconvt.plan_correlate_turning import plan_correlate_turning, turned_y
 from cuconvt.plan_correlate_wgmma import _can_fold, _groups_of_row, as_read, plan_correlate_wgmma, tiles
 from cuconvt.plan_correlate_wgmma_work import Tile, Work
+from cuconvt.tensor_map import ITEMSIZES
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -97,6 +98,33 @@ def test_any_geometry_of_rows_that_are_turned(name: str) -> None:
             assert dict(plan_for(this, problem).defines)["X_TURNED"]
             check("input", problem, this.dtype, precision=this.precision, calls=1)
         check_drawn(this.spec, LONGEST[rank], BUDGET, TURNED_CASES, name, alike)
+
+
+# Steps that strides and dilations have in common: taps read some elements of y alone, not from the first one on.
+COMMON_STEPS = {
+    "1d": case((2, 9, 21), 16, 4, 6, 2, dilation=4),
+    "2d": case((2, 12, 7, 9), 20, 3, 2, 1, dilation=2, out_layout="cropped"),
+    "3d": case((1, 8, 3, 4, 5), 17, (3, 2, 3), (2, 1, 4), (1, 0, 3), dilation=(4, 3, 2)),
+}
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")])
+@pytest.mark.parametrize("name", COMMON_STEPS)
+def test_what_no_tap_reads_is_not_turned(name: str, dtype: str, precision: str | None) -> None:
+    this, plans = COMMON_STEPS[name], []
+
+    def plan(_: str, *problem: Any) -> Plan:
+        found = plan_correlate_turning(*problem)
+        assert isinstance(found, Plan), found
+        plans.append(found)
+        return found
+
+    with gradients_on_host("correlate_wgmma", DEVICES[90], precision, plan=plan):
+        check("input", this, dtype, precision=precision, calls=1)
+    geometry = geometry_of(this)
+    whole = turned_y(geometry, dtype)
+    assert plans
+    assert all(0 < found.workspace_bytes < 0.6 * whole.bytes(ITEMSIZES[dtype]) for found in plans)
 
 
 # Kernel = stride along W, whose taps are channels of y: kernel, stride, channels, whether the result is channels-last,
