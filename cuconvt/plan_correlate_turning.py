@@ -33,7 +33,7 @@ LARGE = {(2, 1): (2.35, 0.174), (4, 1): (2.35, 0.098), (4, 3): (1.1, 0.152)}
 SMALL_OF_SPLIT = 1.12  # of small y, what is split for 3xTF32
 # Of y whose rows are not aligned, which other kernels read slowly: what the correlation takes, times its estimate, and
 # a byte beyond the first 4 MB, by bytes of an element; fitted to 61 problems of up to 250 MB on an H200.
-LOOSE, LOOSE_FREE_BYTES = {2: (1.4, 0.06), 4: (1.0, 0.03)}, 4 * 2**20
+COST_OF_LOOSE, LOOSE_FREE_BYTES = {2: (1.4, 0.06), 4: (1.0, 0.03)}, 4 * 2**20
 LOOSE_OF_FEW_AXES = 32 * 2**20  # bytes of such y up to which this holds with one or two axes
 
 
@@ -94,7 +94,7 @@ def with_copy_of_y(plan: Plan, turn: Ints, size: int) -> Plan:
 def _cost(cost: float, size: int, itemsize: int, products: int, is_loose: bool) -> float:
     """Return the cost of a plan together with that of turning so many bytes."""
     if is_loose and products == 1:
-        compared, a_byte = LOOSE[itemsize]
+        compared, a_byte = COST_OF_LOOSE[itemsize]
         return compared * cost + a_byte * max(0, size - LOOSE_FREE_BYTES)
     if size <= SMALL[itemsize]:
         compared = SMALL_OF_SPLIT if products > 1 else 1

@@ -173,14 +173,25 @@ def test_the_best_tile_of_a_size_is_found(extents: tuple[int, ...], dtype: tuple
         (case((8, 512, 1024), 256, 8, 8), "float32", "tf32x3"),
         (case((4, 256, 48, 48), 128, 3, 3), "float16", None),
         (case((2, 256, 12, 12, 12), 128, 3, 2, 1, 1), "float32", "tf32x3"),  # small
+        (case((32, 64, 12, 16, 16), 48, 3, 2), "bfloat16", None),
+        (case((2, 256, 40, 40, 40), 48, 3, 2), "float32", "tf32"),
+        (case((16, 32, 16, 32, 32), 64, 3, 2, 1, dilation=2), "bfloat16", None),
     ],
-    ids=["1d", "1d-tf32", "1d-tf32x3", "2d", "3d"],
+    ids=["1d", "1d-tf32", "1d-tf32x3", "2d", "3d", "odd_rows", "odd_rows-tf32", "an_eighth_is_read"],
 )
 def test_rows_that_are_turned_before(problem: Problem, dtype: str, precision: str | None) -> None:
     plan = plan_of("correlate", problem, dtype, precision)
     assert plan.kernel == "correlate_wgmma"
     assert dict(plan.defines)["X_TURNED"] == 1
     assert "PHASES_W" not in dict(plan.defines)
+
+
+def test_what_no_tap_reads_takes_no_workspace() -> None:
+    problem = case((16, 32, 16, 32, 32), 64, 3, 2, 1, dilation=2)
+    n, channels, *extent = problem.out_shape
+    assert 2 * n * channels * prod(extent) > MAX_WORKSPACE_BYTES
+    plan = plan_of("correlate", problem, "bfloat16")
+    assert plan.workspace_bytes == 2 * n * channels * prod(e // 2 for e in extent)  # the odd ones
 
 
 def test_small_y_in_rows_is_turned_before() -> None:
