@@ -75,7 +75,7 @@ def turning(
         return Refusal(NAME, "bulk tensor copies would not bring y")
     turn, size = turn_of(Array(turned.extents, layout.out), first, layout.out_aligned, itemsize), turned.bytes(itemsize)
     products = 3 if precision == "tf32x3" else 1
-    is_loose = not turn[WIDE] and (geometry.rank == 3 or size <= LOOSE_OF_FEW_AXES)
+    is_loose = products == 1 and not turn[WIDE] and (geometry.rank == 3 or size <= LOOSE_OF_FEW_AXES)
     return replace(with_copy_of_y(plan, turn, size), cost=_cost(plan.cost, size, itemsize, products, is_loose))
 
 
@@ -93,7 +93,7 @@ def with_copy_of_y(plan: Plan, turn: Ints, size: int) -> Plan:
 
 def _cost(cost: float, size: int, itemsize: int, products: int, is_loose: bool) -> float:
     """Return the cost of a plan together with that of turning so many bytes."""
-    if is_loose and products == 1:
+    if is_loose:
         compared, a_byte = COST_OF_LOOSE[itemsize]
         return compared * cost + a_byte * max(0, size - LOOSE_FREE_BYTES)
     if size <= SMALL[itemsize]:

@@ -25,7 +25,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_search import remembered, step_of_size
 from cuconvt.plan_single import without_taps
-from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS, WIDE
+from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS
 from cuconvt.plan_views import batch_as_depth
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
@@ -59,9 +59,6 @@ SUMS_OF_PATCH = 128  # of each tap, that a block of the second pass adds
 KINDS = ((2, 1), (1, 2), (1, 1), (3, 1))
 OTHER_REGISTERS = 40, 44, 56  # of a worker, besides sums, by parts
 PARTS = {"tf32": 1, "tf32x3": 2}
-# The cost that is compared with other kernels', relative to that of other y, of y whose rows are not aligned, which
-# they read slowly, by parts of a number: of 95 problems on an H200.
-COMPARED_OF_LOOSE = {0: 0.55, 1: 0.8, 2: 0.7}
 
 
 def prepared(geometry: Geometry, layout: Layout, box: Ints, boxes: Ints, tiles: int, tile: Tile) -> Ints:
@@ -196,9 +193,6 @@ def plan_images(
     turned_x = parts_bytes if turn_x else -1
     turned_y = parts_bytes + of_x if sides.turn_y else -1
     turns = turn_x, sides.turn_y
-    compared = work.compared()
-    if sides.turn_y and not sides.turn_y[WIDE]:
-        compared *= COMPARED_OF_LOOSE[sides.parts]
     return Plan(
         kernel=NAME,
         defines=defines,
@@ -208,7 +202,7 @@ def plan_images(
         problem=problem_parameters(
             g, layout, (*boxes, 1), out_vector=in_order, box=(*box, stages, 0, 0, share.of_block, 0, 0, 0, 0)
         ),
-        cost=compared * (cost + work.turning_clocks()) * g.n * prod(g.x_extent),
+        cost=work.compared(sides.y_is_loose) * (cost + work.turning_clocks()) * g.n * prod(g.x_extent),
         workspace_bytes=parts_bytes + of_x + of_y,
         sums=0 if stored_bytes else patches * SUMS_OF_PATCH * prod(g.kernel),
         sums_a_block=SUMS_OF_PATCH * (prod(g.kernel) * work.patches_together() if in_order else 1),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Ints, Layout
-from cuconvt.plan_turn import Array, channels_last, reached, turn_of
+from cuconvt.plan_turn import WIDE, Array, channels_last, reached, turn_of
 from cuconvt.plan_views import taps_follow_each_other, with_taps_as_channels
 from cuconvt.tensor_map import reads
 
@@ -50,6 +50,11 @@ class Sides(NamedTuple):
     @property
     def itemsize(self) -> int:
         return itemsize_of(self.parts)
+
+    @property
+    def y_is_loose(self) -> bool:
+        """Whether y is turned from rows that are not aligned."""
+        return self.turn_y is not None and not self.turn_y[WIDE]
 
     def folded(self) -> Sides | None:
         """Return the same with the taps along W as channels of y, which follow each other where kernel = stride.

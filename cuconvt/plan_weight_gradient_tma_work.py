@@ -71,6 +71,9 @@ COMPARED_OF_FLOAT32 = ((0.64, 0.68), (0.72, 0.81))  # by whether y is turned, an
 COMPARED_OF_NARROW, NARROW = 1.3, 4096  # of that, with three axes and a stride, below so many pairs of channels
 COMPARED_OF_DISJOINT = 2.0  # instead, in TF32, channels-last, where windows are disjoint, also of just so many
 COMPARED_OF_GROUPS = 1.0  # the same in TF32
+# Of all that, where y is turned from rows that are not aligned, which other kernels read slowly, by parts of a number:
+# of 95 problems on an H200.
+COMPARED_OF_LOOSE = {0: 0.55, 1: 0.8, 2: 0.7}
 
 
 @dataclass(frozen=True)
@@ -456,8 +459,12 @@ class Work(WorkOnBoxes[Tile]):
         numbers += 2 * s.y_turned * round_up(s.groups * s.c_out, 8) * prod(s.stride)
         return s.itemsize * numbers / self.rates.turned_bytes
 
-    def compared(self) -> float:
+    def compared(self, y_is_loose: bool) -> float:
         """Return the cost that is compared with other kernels', relative to the estimated time."""
+        return self._compared() * (COMPARED_OF_LOOSE[self.shape.parts] if y_is_loose else 1)
+
+    def _compared(self) -> float:
+        """Return the same where rows of y are aligned."""
         s = self.shape
         if s.parts:
             if s.groups > 1 and s.parts == 1:
