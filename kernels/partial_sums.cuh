@@ -38,26 +38,36 @@ __device__ __forceinline__ long long distance(const Ahead& ahead, const Problem&
 constexpr int SUM_THREADS = 256, MAX_SLICES = 8, PARTS_OF_SLICE = 8;
 
 // Adds the parts of each of `values` values, of which a part holds one after the other; `store` takes the sums. Where there are
-// many parts, several threads share a value.
+// many parts, several threads share a value. All values of all parts are the workspace's, 256 MB at most.
 template <class Acc, class Store>
-__device__ __forceinline__ void add_parts(const Acc* parts, long long values, long long count, const Store& store) {
+__device__ __forceinline__ void add_parts(const Acc* parts, unsigned values, long long parts_of_value, const Store& store) {
     __shared__ Acc sums[SUM_THREADS];
-    int slices = 1;
+    const unsigned count = (unsigned)parts_of_value;
+    unsigned slices = 1;
     while (slices < MAX_SLICES && slices * PARTS_OF_SLICE < count) slices *= 2;
-    const int of_block = SUM_THREADS / slices, lane = (int)threadIdx.x % of_block, slice = (int)threadIdx.x / of_block;
-    const long long value = blockIdx.x * (long long)of_block + lane;
+    const unsigned of_block = SUM_THREADS / slices, lane = threadIdx.x % of_block, slice = threadIdx.x / of_block;
+    const unsigned value = blockIdx.x * of_block + lane;
     Acc sum = 0;
     wait_for_kernel_before();
     if (value < values) {
-#pragma unroll 8
-        for (long long part = slice; part < count; part += slices) sum += parts[part * values + value];
+#pragma unroll 1
+        for (unsigned first = slice; first < count; first += PARTS_OF_SLICE * slices) {
+            Acc some[PARTS_OF_SLICE];
+#pragma unroll
+            for (int i = 0; i < PARTS_OF_SLICE; ++i) {
+                const unsigned part = first + i * slices;
+                some[i] = part < count ? parts[part * values + value] : Acc(0);
+            }
+#pragma unroll
+            for (int i = 0; i < PARTS_OF_SLICE; ++i) sum += some[i];
+        }
     }
     if (slices > 1) {
         sums[threadIdx.x] = sum;
         __syncthreads();
     }
     if (slice == 0 && value < values) {
-        for (int s = 1; s < slices; ++s) sum += sums[s * of_block + lane];
+        for (unsigned s = 1; s < slices; ++s) sum += sums[s * of_block + lane];
         store(value, sum);
     }
 }

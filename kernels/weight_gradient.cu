@@ -86,13 +86,13 @@ static_assert(BOX_W % POSITIONS == 0, "whole runs");
 static_assert(SHARED_BYTES == 0 || SHARED * sizeof(Acc) == SHARED_BYTES, "the plan's shared memory is not the kernel's");
 
 // Tiles of all weights.
-__device__ __forceinline__ long long tiles_of_weights(const Problem& p) {
-    return (long long)TILES_D * TILES_H * TILES_W * tiles_of(p.c_out, TILE_OUT) * tiles_of(p.c_in, TILE_IN) *
-           tiles_of(p.groups, THREADS_G);
+__device__ __forceinline__ unsigned tiles_of_weights(const Problem& p) {
+    return (unsigned)(TILES_D * TILES_H * TILES_W * tiles_of(p.c_out, TILE_OUT) * tiles_of(p.c_in, TILE_IN) *
+                      tiles_of(p.groups, THREADS_G));
 }
 
 // The first weight of a tile. Those that read the same x and y follow each other.
-__device__ __forceinline__ Weight first_weight(long long tile, const Problem& p) {
+__device__ __forceinline__ Weight first_weight(unsigned tile, const Problem& p) {
     Weight first;
     first.w = (int)(tile % TILES_W) * TAPS_W;
     tile /= TILES_W;
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Acc* const shared_x = reinterpret_cast<Acc*>(shared_bytes);
     Acc* const shared_y = shared_x + X_STAGE;
 
-    const long long tiles = tiles_of_weights(p);
+    const unsigned tiles = tiles_of_weights(p);
     const unsigned part = (unsigned)(blockIdx.x / tiles);
     const Weight first = first_weight(blockIdx.x % tiles, p);
     x += (first.group * p.c_in + first.ci) * p.x_stride[1];
@@ -244,8 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 }
 
 extern "C" __global__ void weight_gradient_add(const Acc* parts, Stored* out, const Problem p) {
-    const long long values = tiles_of_weights(p) * VALUES;
-    add_parts(parts, values, p.tiles[3], [&](long long value, Acc sum) {
+    const unsigned values = tiles_of_weights(p) * VALUES;
+    add_parts(parts, values, p.tiles[3], [&](unsigned value, Acc sum) {
         const Weight first = weight_of_thread(first_weight(value / VALUES, p), (int)(value % THREADS_C));
         const Ahead ahead = weight_of_sum((int)(value % VALUES) / THREADS_C);
         if (exists(first, ahead, p, KERNEL_D, KERNEL_H, KERNEL_W)) narrow(sum, out[first.offset(p) + distance(ahead, p)]);

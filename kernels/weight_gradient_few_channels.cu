@@ -231,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 }
 
 extern "C" __global__ void weight_gradient_few_channels_add(const Acc* parts, Stored* out, const Problem p) {
-    const long long values = tiles_of_weights(p) * VALUES;
-    add_parts(parts, values, p.tiles[3], [&](long long value, Acc sum) {
+    const unsigned values = (unsigned)(tiles_of_weights(p) * VALUES);
+    add_parts(parts, values, p.tiles[3], [&](unsigned value, Acc sum) {
         const Weight weight = weight_of(value / VALUES, (int)(value % VALUES), p);
         if (exists(weight, {}, p, KERNEL_D, KERNEL_H, KERNEL_W)) narrow(sum, out[weight.offset(p)]);
     });

@@ -373,12 +373,12 @@ __device__ __forceinline__ void multiply(float (&acc)[TILES][4], const unsigned*
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
 // Tiles of all weights.
-__device__ __forceinline__ long long tiles_of_weights(const Problem& p) {
-    return (long long)KERNEL_D * TILES_H * TILES_W * tiles_of(p.c_out, TILE_OUT) * tiles_of(p.c_in, TILE_IN) * p.groups;
+__device__ __forceinline__ unsigned tiles_of_weights(const Problem& p) {
+    return (unsigned)(KERNEL_D * TILES_H * TILES_W * tiles_of(p.c_out, TILE_OUT) * tiles_of(p.c_in, TILE_IN) * p.groups);
 }
 
 // The first weight of a tile. Those that read the same x and y follow each other.
-__device__ __forceinline__ Weight first_weight(long long tile, const Problem& p) {
+__device__ __forceinline__ Weight first_weight(unsigned tile, const Problem& p) {
     Weight first;
     first.w = (int)(tile % TILES_W) * TAPS_W;
     tile /= TILES_W;
@@ -416,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     unsigned* const shared = reinterpret_cast<unsigned*>(shared_bytes);
 
-    const long long tiles = tiles_of_weights(p);
+    const unsigned tiles = tiles_of_weights(p);
     const Weight first = first_weight(blockIdx.x % tiles, p);
     x += (first.group * p.c_in + first.ci) * p.x_stride[1];
     y += (first.group * p.c_out + first.co) * p.out_stride[1];

@@ -493,12 +493,12 @@ template <bool WHOLE> __device__ __forceinline__ void multiply_box(float (&acc)[
 __device__ __forceinline__ int tiles_of(long long count) { return (int)((count + CHANNELS - 1) / CHANNELS); }
 
 // Tiles of all weights.
-__device__ __forceinline__ long long tiles_of_weights(const Problem& p) {
-    return p.groups * tiles_of(p.c_in) * tiles_of(p.c_out);
+__device__ __forceinline__ unsigned tiles_of_weights(const Problem& p) {
+    return (unsigned)(p.groups * tiles_of(p.c_in) * tiles_of(p.c_out));
 }
 
 // The first weight of a tile. Those that read the same y follow each other.
-__device__ __forceinline__ Weight first_weight(long long tile, const Problem& p) {
+__device__ __forceinline__ Weight first_weight(unsigned tile, const Problem& p) {
     Weight first = {};
     first.ci = (int)(tile % tiles_of(p.c_in)) * CHANNELS;
     tile /= tiles_of(p.c_in);
@@ -535,7 +535,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + COPIERS, MIN_BLOCKS)
     OfBox* const of_boxes = reinterpret_cast<OfBox*>(barriers + STAGES);
     Stored* const shared = reinterpret_cast<Stored*>(barriers + 4 * STAGES);
 
-    const long long tiles = tiles_of_weights(p);
+    const unsigned tiles = tiles_of_weights(p);
     const Weight first = first_weight(blockIdx.x % tiles, p);
     x += (first.group * p.c_in + first.ci) * p.x_stride[1];
     y += (first.group * p.c_out + first.co) * p.out_stride[1];

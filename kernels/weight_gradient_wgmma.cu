@@ -402,13 +402,13 @@ __device__ __forceinline__ unsigned start_of_run(int run, const Box& box) {
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
 // Tiles of all weights.
-__device__ __forceinline__ long long tiles_of_weights(const Problem& p) {
-    return (long long)TILES_OF_D * TILES_OF_H * TILES_OF_W * tiles_of(p.c_out, CHANNELS_OUT) *
-           tiles_of(p.c_in, CHANNELS_IN) * p.groups;
+__device__ __forceinline__ unsigned tiles_of_weights(const Problem& p) {
+    return (unsigned)(TILES_OF_D * TILES_OF_H * TILES_OF_W * tiles_of(p.c_out, CHANNELS_OUT) *
+                      tiles_of(p.c_in, CHANNELS_IN) * p.groups);
 }
 
 // The first weight of a tile. Those that read the same x and y follow each other.
-__device__ __forceinline__ Weight first_weight(long long tile, const Problem& p) {
+__device__ __forceinline__ Weight first_weight(unsigned tile, const Problem& p) {
     Weight first;
     first.w = (int)(tile % TILES_OF_W) * TAPS_W * GROUPS_W;
     tile /= TILES_OF_W;
@@ -466,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Item* const items_y = items_x + box.x_items;
     unsigned* const starts = reinterpret_cast<unsigned*>(items_y + box.y_items);
 
-    const long long tiles = tiles_of_weights(p);
+    const unsigned tiles = tiles_of_weights(p);
     const Weight first = first_weight(blockIdx.x % tiles, p);
     const int channels_in = min((int)p.c_in - first.ci, CHANNELS_IN);
     const int channels_out = min((int)p.c_out - first.co, CHANNELS_OUT);
@@ -631,9 +631,9 @@ __device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, c
     const int eight = (int)(block % TILES_IN) * 8;  // the first of its channels
     block /= TILES_IN;
     const int first_tile = (int)(block % (ALL_TILES_M / TILES_OF_BLOCK)) * TILES_OF_BLOCK;
-    const long long tile = block / (ALL_TILES_M / TILES_OF_BLOCK), values = tiles_of_weights(p) * VALUES;
+    const unsigned tile = block / (ALL_TILES_M / TILES_OF_BLOCK), values = tiles_of_weights(p) * VALUES;
     const int count = (int)p.tiles[3];
-    parts += tile * VALUES;
+    parts += tile * (unsigned)VALUES;
     wait_for_kernel_before();
 #pragma unroll 1
     for (int first = (int)threadIdx.x; first < SUMS_OF_BLOCK; first += OF_THREAD * SUM_THREADS) {
@@ -684,8 +684,8 @@ __device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, c
 
 extern "C" __global__ void weight_gradient_wgmma_add(const float* parts, Stored* out, const Problem p) {
     if (p.tiles[3] <= FEW_PARTS) return add_few_parts(parts, out, p);
-    const long long values = tiles_of_weights(p) * VALUES;
-    add_parts(parts, values, p.tiles[3], [&](long long value, float sum) {
+    const unsigned values = tiles_of_weights(p) * VALUES;
+    add_parts(parts, values, p.tiles[3], [&](unsigned value, float sum) {
         const int thread = (int)(value % WORKER_THREADS), own = (int)(value % VALUES) / WORKER_THREADS;
         const int row = row_of(thread, tile_of_sum(own), half_of_sum(own));
         const Weight first = weight_of_row(first_weight(value / VALUES, p), thread, row);

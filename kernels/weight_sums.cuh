@@ -44,8 +44,8 @@ __device__ __forceinline__ void store_sums(const float (&acc)[SUMS / 4][4], cons
 
 // The second kernel.
 __device__ __forceinline__ void add_sums(const float* parts, Stored* out, const Problem& p) {
-    const long long values = tiles_of_weights(p) * VALUES;
-    add_parts(parts, values, p.tiles[3], [&](long long value, float sum) {
+    const unsigned values = tiles_of_weights(p) * VALUES;
+    add_parts(parts, values, p.tiles[3], [&](unsigned value, float sum) {
         const Weight first = weight_of_thread(first_weight(value / VALUES, p), (int)(value % THREADS_C));
         const Ahead ahead = weight_of_sum((int)(value % VALUES) / THREADS_C);
         if (exists(first, ahead, p, KERNEL_D, KERNEL_H, KERNEL_W)) narrow(sum, out[first.offset(p) + distance(ahead, p)]);

@@ -217,11 +217,11 @@ FAULTS = {
         "Acc sum = 0;",
         KERNEL_BEFORE,
     ),
-    "a part added twice": (
+    "parts added twice": (
         "weight_gradient",
-        "part < count; part +=",
-        "part <= count; part +=",
-        "heap-buffer-overflow|past its end",
+        "first += PARTS_OF_SLICE * slices",
+        "first += PARTS_OF_SLICE / 2 * slices",
+        VALUES,
     ),
     "threads that are not added up": (
         "weight_gradient",
