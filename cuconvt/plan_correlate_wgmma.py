@@ -236,7 +236,7 @@ def plan_tile(
         return Refusal("correlate_wgmma", "bulk tensor copies of this tile cannot bring x")
     tiles_c = -(-g.c_out_per_group // (8 * tile.tiles_c))
     times = tiles_c * g.groups * g.n
-    box = work.box_of_launch(tile, g.out_extent, times, device)
+    box = work.box_of_launch(tile, g.out_extent, times, device, g.out_extent[2])
     if box is None:
         return Refusal("correlate_wgmma", "the box of this tile does not fit into shared memory")
     tiles = tuple(-(-i // b) for i, b in zip(g.out_extent, box.extent, strict=True))

@@ -166,6 +166,9 @@ class Work(WorkOnPlanes):
         """Return the sums of a position and channel that a block holds."""
         return self.taps[2] if tile.merge_w else 1
 
+    def outputs_w(self) -> int:
+        return 1
+
     def outputs(self, tile: wgmma.Tile) -> int:
         return 1
 
@@ -342,10 +345,11 @@ class Work(WorkOnPlanes):
     def clocks_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float | None:
         """Estimate the clocks of a launch that takes so many positions so many times, or None where no box fits."""
         times *= -(-self.shape.c_out // (8 * tile.tiles_c))
-        box = self.box_of_launch(tile, extents, times, device)
+        box = self.box_of_launch(tile, extents, times, device, extents[2])
         if box is None:
             return None
-        return self._clocks_of_boxes(tile, box, times * count_boxes(extents, box.extent), device)
+        of_cuts = self.clocks_of_cuts(tile, box, extents[2], extents[2])
+        return self._clocks_of_boxes(tile, box, times * count_boxes(extents, box.extent), device, of_cuts)
 
     def least_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float:
         """Return a lower bound of the same: with boxes without a halo, as many as the device holds at a time."""
@@ -358,9 +362,9 @@ class Work(WorkOnPlanes):
             bounds.append(self._clocks_of_boxes(tile, Box((1, 1, of_box), (0, 0), of_box, 0), boxes, device))
         return min(bounds)
 
-    def _clocks_of_boxes(self, tile: Tile, box: Box, boxes: int, device: Device) -> float:
+    def _clocks_of_boxes(self, tile: Tile, box: Box, boxes: int, device: Device, of_cuts: float = 0.0) -> float:
         rounds = -(-boxes // (device.multiprocessors * self._at_once(tile)))
-        return rounds * self._at_once(tile) * self.clocks_of_norm(tile, box)
+        return rounds * self._at_once(tile) * (self.clocks_of_norm(tile, box) + of_cuts)
 
     def _at_once(self, tile: wgmma.Tile) -> int:
         """Return how many boxes a multiprocessor has at a time."""

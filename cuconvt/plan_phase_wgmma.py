@@ -101,7 +101,7 @@ def plan_tile(
         extents = (*extents[:2], positions(geometry, 2))
     phases = 1 if tile.all_phases else geometry.stride[0] * geometry.stride[1]
     times = phases * tiles_c * geometry.groups * geometry.n
-    box = work.box_of_launch(tile, extents, times, device, layout)
+    box = work.box_of_launch(tile, extents, times, device, geometry.out_extent[2], layout)
     if box is None:
         return Refusal("phase_wgmma", "no box of this tile fits into shared memory and reaches elements in 32 bits")
     held = device.multiprocessors * tile.min_blocks

@@ -276,10 +276,14 @@ class Sizes:
         """Return the wgmmas of a chunk, for all taps."""
         return self.slots_of_chunk(tile) * self.taps_w(tile) * tile.tiles_m * tile.k_steps * self.shape.products
 
+    def outputs_w(self) -> int:
+        """Return the outputs of a position along W."""
+        return self.shape.stride[2]
+
     def outputs(self, tile: Tile) -> int:
         """Return the outputs of a position that a block's workers store, of one channel."""
         s = self.shape
-        return s.stride[2] * (s.stride[0] * s.stride[1] if tile.all_phases else 1)
+        return self.outputs_w() * (s.stride[0] * s.stride[1] if tile.all_phases else 1)
 
     def columns(self, tile: Tile) -> int:
         """Columns of a wgmma."""

@@ -1102,6 +1102,16 @@ def test_wgmma_counts_from_where_a_box_begins() -> None:
     assert {**dict(large.defines), "FAR_CHANNELS": 0} == dict(wgmma_of_huge(few).defines)
 
 
+@pytest.mark.parametrize(("dtype", "precision", "sector"), [("float32", "tf32", 8), ("bfloat16", None, 16)])
+def test_boxes_of_wgmma_end_with_sectors_where_rows_do(dtype: str, precision: str | None, sector: int) -> None:
+    """What writes a part of a sector takes several times as long: seven positions would fit these extents better."""
+    problem = case((8, 64, 28, 56), 256, 4, 2, 1)
+    plan = wgmma_or_refusal(problem, dtype, precision)
+    assert isinstance(plan, Plan)
+    assert problem.out_shape[-1] % sector == 0
+    assert 2 * problem_of(plan)["box"][2] % sector == 0
+
+
 def test_boxes_of_wgmma_reach_elements_in_32_bits() -> None:
     """Slices of x or of the result so far apart that a box has fewer of them, and then that it has none at all."""
     problem = case((64, 64, 64, 6, 6), 64, 2, 2)  # enough positions for the largest boxes
