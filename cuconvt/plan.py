@@ -380,6 +380,7 @@ def problem_parameters(
     box: Ints = (0,) * 11,
     planes: Ints = (0, 0),
     shares: Ints = (0,) * SHARES,
+    together: int = 1,
 ) -> Ints:
     """Return ``struct Problem`` of kernels/common.cuh as a flat tuple."""
     g = geometry
@@ -400,6 +401,7 @@ def problem_parameters(
         *box,
         *planes,
         *shares,
+        together,
     )
 
 

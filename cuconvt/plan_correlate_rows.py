@@ -111,8 +111,8 @@ def plan_tile(
             read,
             (*tiles, tiles_c),
             copied,
-            work.in_pairs(tile, g, read, box),
-            work.parameters(tile, box, blocks, copied),
+            box=work.parameters(tile, box, blocks, copied),
+            together=work.stored_together(tile, box, g.out_extent[2], read),
         ),
         cost=work.compared_cost(cost) * prod(g.out_extent) * g.groups * g.n,
         packed_words=g.groups * tiles_c * work.slots(tile) * work.slot_bytes(tile) // 4,
@@ -245,12 +245,6 @@ class Work(correlate_wgmma.Work):
             if unit == 1 or (whole and layout.x_aligned):
                 return size
         return 0
-
-    def in_pairs(self, tile: Tile, geometry: Geometry, layout: Layout, box: Box) -> bool:
-        """Whether a result of 16 bits may be written two positions of a row at a time, as they lie in A."""
-        even = self.shape.itemsize == 2 and geometry.out_extent[2] % 2 == box.extent[2] % 2 == 0
-        even &= any(box.patches) or self.width(tile, box.extent[2]) % 2 == 0
-        return even and layout.out_aligned and layout.out[4] == 1 and others_divisible(layout.out, 4, 2)
 
     def fits(self, tile: Tile, box: Box, device: Device) -> bool:
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024

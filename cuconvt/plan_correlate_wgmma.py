@@ -274,6 +274,7 @@ def plan_tile(
             x_vector,
             False,
             work.parameters(tile, box, blocks, g.pad_before[2] if x_vector and not read.x_channels_last else 0),
+            together=work.stored_together(tile, box, g.out_extent[2], read),
         ),
         cost=OTHERS
         * ((unstrided if work.unstrided else strided) if tile.boxed else 1)

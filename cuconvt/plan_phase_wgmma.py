@@ -171,6 +171,7 @@ def plan_tile(
             work.box_parameters(tile, box, blocks),
             (planes.extent, planes.first),
             shares.parameters if shares else (0,) * SHARES,
+            work.stored_together(tile, box, geometry.out_extent[2], layout),
         ),
         cost=cost * every * work.compared_of(tile),
         packed_words=0 if packs_itself else geometry.groups * tiles_c * packed_words,

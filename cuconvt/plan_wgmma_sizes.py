@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, at_residue, magic, round_up, span
+from cuconvt.plan_copies import others_divisible
 from cuconvt.plan_search import of_tile
 from cuconvt.tensor_map import MAX_BOX, STRIDE_BYTES, TensorMap, reads
 
@@ -238,6 +239,22 @@ class Sizes:
     def turns(self, tile: Tile) -> bool:
         """Whether results are turned in shared memory."""
         return not self.shape.out_channels_last and not self.stores_runs(tile)
+
+    def stored_together(self, tile: Tile, box: Box, width: int, layout: Layout) -> int:
+        """Return how many results of a row, which has so many, a thread stores together: 16 bytes, 4 or one.
+
+        Each so many begin at a multiple of their size, in the result and among the rows of A. Results of 32 bits would
+        take as long together as one by one.
+        """
+        is_result = self.shape.itemsize == 2 and not tile.merge_w and self.outputs(tile) == 1
+        if not self.turns(tile) or not is_result or layout.out[4] != 1 or not layout.out_aligned:
+            return 1
+        pitch = 0 if any(box.patches) else self.width(tile, box.extent[2])
+
+        def divides(count: int) -> bool:
+            return not any(n % count for n in (width, box.extent[2], pitch)) and others_divisible(layout.out, 4, count)
+
+        return next((count for count in (8, 2) if divides(count)), 1)
 
     def depth(self, tile: Tile, box: Box) -> int:
         """Return the slices along D of a box that are staged and multiplied one after the other."""

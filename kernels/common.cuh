@@ -224,6 +224,7 @@ struct Problem {
     long long box_magic[4];  // for dividing by what such a kernel has to
     long long planes[2];     // of a result of which only some are reached by taps: all along D, and the first such one
     long long shares[9];     // of blocks that slide along D: see `part_of` in phase_wgmma.cu
+    long long together;      // results of a row that a thread stores together, where they are turned (see wgmma_store.cuh)
 };
 
 // n / d for all n < 2^31. The host gives d as m + 2^32 s with m = ceil(2^(31 + s) / d): n / d = n m / 2^(31 + s).

@@ -329,8 +329,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     correlate_rows(const Stored* x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const Staged s = staged_box(p);
-    constexpr bool HAS_PAIRS = sizeof(Stored) == 2 && !OUT_CHANNELS_LAST;  // results of two positions that make a word
-    const bool in_pairs = HAS_PAIRS && p.out_vector;
     Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
     Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
     Piece* const stages = slots + RING * SLOT;
@@ -340,10 +338,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + 2 * X_STAGES, RING);
     if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, TEAM_THREADS);
+    clear_zeros(turned);
 #if !OUT_CHANNELS_LAST
-    if (threadIdx.x < SLICES * 8) turned->sums[threadIdx.x / 8][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
-    const int width = in_pairs ? 2 : 1;
-    for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i * width);
+    for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i);
 #endif
     // Rows of no use are read: behind the box, and where a class along D has less of a halo than others.
     for (int i = threadIdx.x; i < X_STAGES * stage_pieces(s); i += THREADS) stages[i] = Piece{{0, 0, 0, 0}};
@@ -442,8 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         });
         if (LAGS) wgmma_wait<0>();
         release();
-        if (in_pairs) store<HAS_PAIRS>(acc, *turned, targets, start, tiles, p, s, b, bias, out);
-        else store(acc, *turned, targets, start, tiles, p, s, b, bias, out);
+        store(acc, *turned, targets, start, tiles, p, s, b, bias, out);
     }
 }
 

@@ -4,25 +4,33 @@
 #include "correlate_box.cuh"
 #include "wgmma_store.cuh"
 
-__device__ __forceinline__ Position find_position(const Problem& p, const Staged& s, int index) {
+// A position of a box, and its row of A among those that are stored together.
+struct Output {
+    Position at;
+    int row;
+};
+
+__device__ __forceinline__ Output find_output(const Problem& p, const Staged& s, int target) {
     if (ALONE) {
-        const int storing = index / (TARGETS * STORERS), row = index % (TARGETS * STORERS);
-        Position at = position_of(p, s, storing * STORED_ROWS + row);
+        const int row = row_of_target(p, target % (TARGETS * STORERS));
+        Position at = position_of(p, s, target / (TARGETS * STORERS) * STORED_ROWS + row);
         at.there &= row < STORED_ROWS;
-        return at;
+        return {at, row};
     }
+    const int index = target * (int)p.together;
     const int row = (int)quotient(index, p.box_magic[2]), d = (int)quotient(row, p.box_magic[3]);
     const int w = index - row * (int)p.box[2], h = row - d * (int)p.box[1];
-    return {d, h, w, d < (int)p.box[0]};  // threads have more targets than the box
+    return {{d, h, w, d < (int)p.box[0]}, row_of(p, s, d, h, w)};  // threads have more targets than the box
 }
 
-__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int index) {
-    const auto [d, h, w, there] = find_position(p, s, index);
+__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int target) {
+    const Output output = find_output(p, s, target);
+    const auto [d, h, w, there] = output.at;
     Target t;
     t.offset = 0;
     if (there) t.offset = d * (Index)p.out_stride[2] + h * (Index)p.out_stride[3] + w * (Index)p.out_stride[4];
     t.d = (short)d, t.h = (short)h, t.w = there ? w : -1;
-    t.from = !there ? ZERO : ALONE ? index % (TARGETS * STORERS) : row_of(p, s, d, h, w);
+    t.from = there ? output.row : ZERO;
     t.taps = there ? SUMS : 1;
     return t;
 }
@@ -56,7 +64,6 @@ __device__ __forceinline__ void store_channels(const Accumulators& acc, const fl
     }
 }
 
-template <bool PAIR = false>
 __device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, const Target* targets,
                                       const int (&start)[TILES_M], int tiles, const Problem& p, const Staged& s,
                                       const Block& b, const Stored* bias, Stored* out) {
@@ -67,6 +74,6 @@ __device__ __forceinline__ void store(const Accumulators& acc, Turned& turned, c
     warps_sync(2 + threadIdx.x / STORERS, STORERS);
     store_channels(acc, turned.bias, start, tiles, p, s, b, out);
 #else
-    store_turned<PAIR>(acc, turned, targets, b.d, b.h, b.w, (int)p.c_out - b.tile_c * TILE_C, p, out, true);
+    store_turned(acc, turned, targets, b.d, b.h, b.w, (int)p.c_out - b.tile_c * TILE_C, p, out, true);
 #endif
 }

@@ -503,9 +503,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
     if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM);
+    clear_zeros(turned);
 #if !OUT_CHANNELS_LAST
-    if (threadIdx.x < STORES * SLICES * 8)
-        turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
     for (int i = threadIdx.x; i < ALL_TARGETS; i += THREADS) targets[i] = find_target(p, s, i);
 #endif
     // Rows of no use are read: behind the box, and where a class along D has less of a halo than others.

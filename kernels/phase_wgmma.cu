@@ -512,17 +512,18 @@ struct Output {
 
 #if OUT_TURNED
 // Outputs that follow each other along W are consecutive.
-__device__ __forceinline__ Output find_output(const Problem& p, const Staged& s, int index) {
+__device__ __forceinline__ Output find_output(const Problem& p, const Staged& s, int target) {
     Output o;
     if (ALONE) {  // of each phase, the outputs of a worker's rows
-        const int of_worker = index % (TARGETS * STORERS), rows = of_worker / STRIDE_W, phase = rows / STORED_ROWS;
+        const int of_worker = target % (TARGETS * STORERS), rows = of_worker / STRIDE_W, phase = rows / STORED_ROWS;
         o.phase_w = of_worker % STRIDE_W, o.phase_h = phase % PHASES_H, o.phase_d = phase / PHASES_H;
-        o.row = rows % STORED_ROWS;
-        const Position at = position_of(p, s, index / (TARGETS * STORERS) * STORED_ROWS + o.row);
+        o.row = SET_OUTPUTS > 1 ? rows % STORED_ROWS : row_of_target(p, of_worker);
+        const Position at = position_of(p, s, target / (TARGETS * STORERS) * STORED_ROWS + o.row);
         o.d = at.d, o.h = at.h, o.w = at.w;
-        o.there = at.there && o.phase_d < PHASES_D;
+        o.there = at.there && o.phase_d < PHASES_D && o.row < STORED_ROWS;
         return o;
     }
+    const int index = target * (int)p.together;
     const int width = (int)p.box[2] * STRIDE_W, height = (int)p.box[1] * PHASES_H;
     const int row = (int)quotient(index, p.box_magic[2]), slice = (int)quotient(row, p.box_magic[3]);
     const int column = index - row * width, line = row - slice * height;
@@ -533,8 +534,8 @@ __device__ __forceinline__ Output find_output(const Problem& p, const Staged& s,
     return o;
 }
 
-__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int index) {
-    const auto [d, h, w, phase_d, phase_h, phase_w, row, there] = find_output(p, s, index);
+__device__ __forceinline__ Target find_target(const Problem& p, const Staged& s, int target) {
+    const auto [d, h, w, phase_d, phase_h, phase_w, row, there] = find_output(p, s, target);
     Target t;
     t.w = (w + late_w(p.pad[2], phase_w)) * STRIDE_W + phase_w;
     t.h = (short)((h + (ALL_PHASES ? late(p.pad[1], STRIDE_H, phase_h) : 0)) * STRIDE_H + phase_h);
@@ -849,9 +850,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + TEAMS * 2 * X_STAGES, RING);
     if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, 4 * TEAM);
+    clear_zeros(turned);
 #if OUT_TURNED
-    if (threadIdx.x < STORES * SLICES * 8)
-        turned[threadIdx.x / (SLICES * 8)].sums[threadIdx.x / 8 % SLICES][threadIdx.x % 8 * CHANNEL + ZERO] = 0;
     for (int i = threadIdx.x; i < ALL_TARGETS; i += THREADS) targets[i] = find_target(p, s, i);
 #endif
     // Behind the box, rows of no use are read; they are nothing, once and for all, as are pieces without channels.

@@ -106,6 +106,21 @@ __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&r)[4], cons
                  : "memory");
 }
 
+// The other way round: each lane gives two neighbours of column lane / 4 of each matrix, whose rows begin where lanes say.
+__device__ __forceinline__ void store_matrices_transposed(void* shared_row, const unsigned (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(shared_row)),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_matrices_transposed(void* shared_row, const unsigned (&r)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(shared_row)),
+                 "r"(r[0]), "r"(r[1])
+                 : "memory");
+}
+
 // Where a thread reads words of shared memory, in a register of its own: of a pointer, the compiler works out again and again
 // what it starts from.
 struct SharedWords {

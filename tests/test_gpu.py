@@ -16,6 +16,7 @@ from gpu_tools import delay, plane_of, planned_by, to_gpu
 from harness import call, check, is_channels_last, to_numpy
 from hypothesis import given, seed, settings
 from special import check_denormals, check_infinities, check_scales
+from stored_together import TOGETHER, planner
 from strategies import DTYPES, LAST, LAYOUTS, OUT_LAYOUTS, Problem, Specialisation, case, place, problems
 
 import cuconvt
@@ -551,6 +552,19 @@ def by_turned() -> Iterator[None]:
 @pytest.mark.parametrize("name", TURNED)
 def test_a_stride_of_1_by_boxes(cupy: Any, by_turned: None, name: str, dtype: str, precision: str | None) -> None:
     check(TURNED[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_results_stored_together(cupy: Any, name: str, dtype: str) -> None:
+    from cuconvt import cuda
+
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs compute capability 9.0")
+    plan, seen = planner(name)
+    with planned_by(plan, cuda, "make_plan", cuda._prepare):
+        check(TOGETHER[name][0], dtype, cupy, calls=1)
+    assert seen == {TOGETHER[name][-1]}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -571,6 +571,14 @@ def test_matrices_are_loaded_by_rows_or_columns(entry: str) -> None:
     assert np.array_equal(words.view(np.uint16).reshape(4, 8, 8), seen)
 
 
+@pytest.mark.parametrize("entry", ["store_transposed", "store_transposed_in_pairs"])
+def test_matrices_are_stored_by_columns(entry: str) -> None:
+    matrices = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
+    out = np.empty((4, 8, 8), np.uint16)
+    launch("twins.cu", entry, 32, {"matrices": matrices.view(np.uint32), "out": out}, shared_bytes=512)
+    assert np.array_equal(out, matrices.transpose(0, 2, 1))
+
+
 def test_shuffles_votes_and_static_shared_memory() -> None:
     values = np.random.default_rng(0).integers(-100, 100, 96).astype(np.int32)
     out, votes = np.empty(96, np.int32), np.empty(96, np.int32)

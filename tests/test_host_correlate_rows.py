@@ -84,7 +84,7 @@ def test_every_kind_of_tile_is_reached() -> None:
             reached[f"{bytes_copied(plan)} bytes at a time"] += 1
             for name in ("RESIDENT", "OUT_CHANNELS_LAST", "INDEX64", "WORKERS", "PAD_W", "X_STAGES", "STRIDE_W"):
                 reached[f"{name} {d[name]}"] += 1
-            reached["pairs of results"] += problem_of(plan)["out_vector"][0]
+            reached[f"{problem_of(plan)['together'][0]} results together"] += 1
             reached["patches"] += any(problem_of(plan)["patches"])
             reached["an odd number of taps"] += d["KERNEL_W"] % 2
             reached["taps apart"] += d["KERNEL_W"] > 1 and d["DILATION_W"] > 1
@@ -94,7 +94,7 @@ def test_every_kind_of_tile_is_reached() -> None:
         *(f"{name} {value}" for name in ("WORKERS", "PAD_W") for value in (1, 2)),
         *(f"X_STAGES {value}" for value in (2, 4, 8)),
         *(f"STRIDE_W {value}" for value in (1, 2, 3, 4, 6, 8)),
-        "pairs of results",
+        *(f"{count} results together" for count in (1, 2, 8)),
         "patches",
         "an odd number of taps",
         "taps apart",
@@ -193,8 +193,8 @@ FAULTS = {
         PASSING,
     ),
     "results of one position in place of two": (
-        "find_target(p, s, i * width)",
-        "find_target(p, s, i)",
+        "const int index = target * (int)p.together;",
+        "const int index = target;",
         VALUES + "|wrote|which thread|misaligned",
         PASSING,
     ),

@@ -589,8 +589,8 @@ FAULTS = {
         "with no barrier in between",
     ),
     "a slice of sums that is read too early": phase_wgmma_fault(
-        "turn(slice, acc, eight);\n        warps_sync(barrier, STORERS);",
-        "turn(slice, acc, eight);",
+        "turn_sums(slice, acc, eight);\n        warps_sync(barrier, STORERS);",
+        "turn_sums(slice, acc, eight);",
         UNWRITTEN + "|with no barrier in between",
     ),
     "a wait for products with one group too many": phase_wgmma_fault(

@@ -104,6 +104,35 @@ inline void load_matrix_x4_transposed(unsigned (&r)[4], const void* shared_row) 
     host_load_matrices<true>(r, shared_row);
 }
 
+// ---- stmatrix ------------------------------------------------------------------------------------------------------
+
+struct HostColumn {
+    unsigned words[4];
+    unsigned short value[8];
+};
+
+// Lane l has two neighbours of row l / 4 of each matrix. Lane 8 * i + column stores that column of matrix i.
+template <int MATRICES> void store_matrices_transposed(void* shared_row, const unsigned (&r)[MATRICES]) {
+    struct alignas(16) Row {
+        unsigned short value[8];
+    };
+    HostColumn mine = {};
+    for (int i = 0; i < MATRICES; ++i) mine.words[i] = r[i];
+    host::together(0xffffffffu, &mine, [](void* const* lanes, unsigned) {
+        for (int lane = 0; lane < 8 * MATRICES; ++lane) {
+            for (int row = 0; row < 8; ++row) {
+                const int column = lane % 8;
+                const HostColumn& from = *(const HostColumn*)lanes[row * 4 + column / 2];
+                ((HostColumn*)lanes[lane])->value[row] = (unsigned short)(from.words[lane / 8] >> 16 * (column % 2));
+            }
+        }
+    });
+    if (threadIdx.x % 32 >= 8 * MATRICES) return;  // the other lanes' addresses are ignored
+    Row row;
+    for (int i = 0; i < 8; ++i) row.value[i] = mine.value[i];
+    *(Row*)shared_row = row;
+}
+
 inline void issue_in_order() {}
 inline int recomputed(int value) { return value; }
 inline float on_its_own(float value) { return value; }

@@ -86,6 +86,24 @@ extern "C" __global__ void load_transposed(const unsigned short* matrices, unsig
     load_matrices<true>(matrices, out);
 }
 
+// The other way round: out[i] is matrix i with its rows and columns exchanged.
+template <int AT_ONCE> __device__ void store_matrices(const unsigned* matrices, unsigned short* out) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    unsigned short* const rows = reinterpret_cast<unsigned short*>(shared_bytes);
+    for (int first = 0; first < 4; first += AT_ONCE) {
+        unsigned r[AT_ONCE];
+        for (int i = 0; i < AT_ONCE; ++i) r[i] = matrices[(first + i) * 32 + threadIdx.x];
+        store_matrices_transposed(rows + first * 64 + threadIdx.x % (8 * AT_ONCE) * 8, r);
+    }
+    __syncwarp();
+    for (int i = threadIdx.x; i < 256; i += 32) out[i] = rows[i];
+}
+
+extern "C" __global__ void store_transposed(const unsigned* matrices, unsigned short* out) { store_matrices<4>(matrices, out); }
+extern "C" __global__ void store_transposed_in_pairs(const unsigned* matrices, unsigned short* out) {
+    store_matrices<2>(matrices, out);
+}
+
 // A sum over the block by shuffles, votes and static shared memory; `out` receives it from every thread.
 extern "C" __global__ void sum_of_block(const int* values, int* out, int* votes) {
     __shared__ int of_warp[32];
