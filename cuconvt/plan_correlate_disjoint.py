@@ -53,7 +53,7 @@ WORD_CLOCKS = 9  # likewise, for each word that a thread loads
 SPLIT_CLOCKS = 7.6  # and splits
 SUM_CLOCKS = 33  # likewise, for each sum that it stores
 COMPARED = 0.69  # the other kernels' estimates are as much more optimistic
-WIDE, OF_WIDE_ROWS = 256, 1.4  # channels of x, and what rows of 16 bits take longer where there are as many
+WIDE, OF_WIDE_ROWS = 256, 2.1  # channels of x or y, and how much longer rows of 16 bits take where there are as many
 OF_FEW_LAST = 2.4  # likewise channels-last, with few channels of y: most of a unit is zeros
 
 
@@ -220,7 +220,7 @@ class Work:
             return COMPARED
         if s.x_channels_last:
             return COMPARED * (OF_FEW_LAST if s.c_in <= FEW else 1)
-        return COMPARED * (OF_WIDE_ROWS if s.c_out >= WIDE else 1)
+        return COMPARED * (OF_WIDE_ROWS if max(s.c_in, s.c_out) >= WIDE else 1)
 
     def clocks(self, tile: Tile) -> float:
         """Estimate a multiprocessor's clocks for a position, with all its outputs.
