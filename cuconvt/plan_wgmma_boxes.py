@@ -19,9 +19,10 @@ LONGER_RING = 6  # slots of weights, where there is room: so many hide how long 
 SHARED_BYTES_BESIDE_L1 = 195 * 1024
 WIDE = 128  # channels: networks have so many where extents are small, too
 # Clocks of a multiprocessor for each sector of a result in rows that is written in parts, by two boxes as rows are cut
-# within it, or by two instructions where eight positions of a flat box begin within it. Of 163 problems, each with the
-# boxes of one tile, those with the least estimate take 1.012 times as long as the best ones, and 1.037 without.
-SECTOR_BYTES, CUT_CLOCKS, PART_CLOCKS = 32, 6, 1.5
+# within it, or by two instructions where eight positions of a flat box begin within it. Of 232 problems, each with the
+# boxes of one tile, those with the least estimate take 1.018 times as long as the best ones, and 1.040 without; of the
+# 69 that were drawn last, 1.021 and 1.049.
+SECTOR_BYTES, CUT_CLOCKS, PART_CLOCKS = 32, 5, 2
 CUT_CLOCKS_OF_SLIDES = {1: 3, 3: 0}  # by products: what a block that slides stores waits for less
 
 
@@ -108,7 +109,7 @@ class WorkOnPlanes(Sizes, ABC):
         boxes = -(-extent // box.extent[2])
         clocks: float = CUT_CLOCKS_OF_SLIDES[s.products] if tile.slides else CUT_CLOCKS
         clocks *= (1 - cut / sector) ** 2 * (boxes - 1) / boxes  # halves cost less than other parts
-        if self.stores_runs(tile) and not any(box.patches):
+        if self.stores_runs(tile) and not tile.slides and not any(box.patches):
             clocks += PART_CLOCKS * (1 - gcd(begins, along_w) / sector) * box.extent[2] / 8
         rows = box.extent[0] * box.extent[1] * self.outputs(tile) // along_w * min(8 * tile.tiles_c, s.c_out)
         return 2 * rows * clocks
