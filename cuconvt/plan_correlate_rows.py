@@ -19,9 +19,9 @@ from cuconvt.plan_copies import others_divisible
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_wgmma import MAX_SLOT_BYTES, OTHERS, as_read, refuse
 from cuconvt.plan_correlate_wgmma_work import FEW_POSITIONS
-from cuconvt.plan_phase_wgmma_work import POSITIONS, SECTOR, SHARED_BYTES_A_CLOCK
+from cuconvt.plan_phase_wgmma_work import POSITIONS, SHARED_BYTES_A_CLOCK
 from cuconvt.plan_search import of_tile, remembered
-from cuconvt.plan_wgmma_boxes import WIDE, best_tile
+from cuconvt.plan_wgmma_boxes import SECTOR, WIDE, best_tile
 from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
 from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_BLOCKS, MAX_COLUMNS, RESIDENT_BYTES, Box, Tile
 

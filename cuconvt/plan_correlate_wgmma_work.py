@@ -16,9 +16,9 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, magic, round_up
 from cuconvt.plan_boxes import count_boxes
 from cuconvt.plan_copies import x_is_vector
-from cuconvt.plan_phase_wgmma_work import COMPARED, POSITIONS, SECTOR, SHARED_BYTES_A_CLOCK
+from cuconvt.plan_phase_wgmma_work import COMPARED, POSITIONS, SHARED_BYTES_A_CLOCK
 from cuconvt.plan_search import of_tile
-from cuconvt.plan_wgmma_boxes import WIDE, WorkOnPlanes
+from cuconvt.plan_wgmma_boxes import SECTOR, WIDE, WorkOnPlanes
 from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_POSITIONS, Box, Shape, can_be_boxed, kinds_of_blocks
 from cuconvt.tensor_map import CHANNELS, MAX_BOX, MAX_STEP, spans
 

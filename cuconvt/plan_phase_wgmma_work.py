@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Ints, Layout
 from cuconvt.plan_copies import others_divisible, x_is_vector
-from cuconvt.plan_wgmma_boxes import WorkOnPlanes
+from cuconvt.plan_wgmma_boxes import SECTOR, WorkOnPlanes
 from cuconvt.plan_wgmma_sizes import Box, Shape, Tile, can_be_boxed
 
 STEP_BYTES = 32  # of a position's channels, that a wgmma multiplies
@@ -31,7 +31,6 @@ BATCH_CLOCKS = 1100  # in which a thread of the stagers loads a batch of rows an
 DEEP = 0.85  # of the waits for chunks are left where four of them are staged ahead
 DEEP_OF_ROWS = 0.35  # likewise, of rows that are not split: then a chunk has a third of the products to hide them
 SLOT_CLOCKS = 700  # that a slot of weights takes at least: of three in turn, that far ahead of their use
-SECTOR = 32  # bytes that memory writes at least
 ATOM = 64  # bytes that it writes best: blocks that share these took up to twice as long, where writing bounds them
 COMPARED = 0.93  # the other kernels' estimates are as much more optimistic
 COMPARED_OF_ROWS = 0.78  # where x is float32 in rows

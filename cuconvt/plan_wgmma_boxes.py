@@ -18,11 +18,12 @@ LONGER_RING = 6  # slots of weights, where there is room: so many hide how long 
 # Shared memory that leaves the L1 cache 60 KB: with half of these, loads of rows took a sixth longer.
 SHARED_BYTES_BESIDE_L1 = 195 * 1024
 WIDE = 128  # channels: networks have so many where extents are small, too
+SECTOR = 32  # bytes that memory writes at least
 # Clocks of a multiprocessor for each sector of a result in rows that is written in parts, by two boxes as rows are cut
 # within it, or by two instructions where eight positions of a flat box begin within it. Of 232 problems, each with the
 # boxes of one tile, those with the least estimate take 1.018 times as long as the best ones, and 1.040 without; of the
 # 69 that were drawn last, 1.021 and 1.049.
-SECTOR_BYTES, CUT_CLOCKS, PART_CLOCKS = 32, 5, 2
+CUT_CLOCKS, PART_CLOCKS = 5, 2
 CUT_CLOCKS_OF_SLIDES = {1: 3, 3: 0}  # by products: what a block that slides stores waits for less
 
 
@@ -103,7 +104,7 @@ class WorkOnPlanes(Sizes, ABC):
         s = self.shape
         if s.out_channels_last:
             return 0.0
-        sector, along_w = SECTOR_BYTES // s.itemsize, self.outputs_w()
+        sector, along_w = SECTOR // s.itemsize, self.outputs_w()
         begins = gcd(sector, width)  # rows, at multiples of it
         cut = begins if box.extent[2] >= extent else gcd(begins, along_w * box.extent[2])
         boxes = -(-extent // box.extent[2])

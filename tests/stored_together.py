@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from described import problem_of
@@ -53,10 +53,10 @@ TOGETHER: dict[str, tuple[Problem, Tile, bool, int]] = {
 }
 
 
-def planner(name: str) -> tuple[Callable[..., Plan], Iterable[int]]:
+def planner(name: str) -> tuple[Callable[..., Plan], set[int]]:
     """Return the planner of a problem of the table, and how many results its plans store together."""
     _, own, patches, _ = TOGETHER[name]
-    seen = set()
+    seen: set[int] = set()
 
     def plan(*problem: Any) -> Plan:
         planned = plan_with(own, patches)("phase_wgmma", *problem)

@@ -223,6 +223,12 @@ FAULTS = {
         "first += PARTS_OF_SLICE / 2 * slices",
         VALUES,
     ),
+    "parts one too far": (
+        "weight_gradient",
+        "parts[part * values + value]",
+        "parts[(part + 1) * values + value]",
+        "heap-buffer-overflow|past its end",
+    ),
     "threads that are not added up": (
         "weight_gradient",
         "k < THREADS_K; ++k) sum",
