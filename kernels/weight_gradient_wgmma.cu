@@ -631,9 +631,10 @@ __device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, c
     const int eight = (int)(block % TILES_IN) * 8;  // the first of its channels
     block /= TILES_IN;
     const int first_tile = (int)(block % (ALL_TILES_M / TILES_OF_BLOCK)) * TILES_OF_BLOCK;
-    const unsigned tile = block / (ALL_TILES_M / TILES_OF_BLOCK), values = tiles_of_weights(p) * VALUES;
+    // In 32 bits, the compiler would wait for each load before the next.
+    const long long tile = block / (ALL_TILES_M / TILES_OF_BLOCK), values = (long long)tiles_of_weights(p) * VALUES;
     const int count = (int)p.tiles[3];
-    parts += tile * (unsigned)VALUES;
+    parts += tile * VALUES;
     wait_for_kernel_before();
 #pragma unroll 1
     for (int first = (int)threadIdx.x; first < SUMS_OF_BLOCK; first += OF_THREAD * SUM_THREADS) {
@@ -668,7 +669,7 @@ __device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, c
 
     // What rows are besides channels of y follows each other in memory, and for each of these the taps.
     constexpr int SPAN = ceil_div(ROWS_OF_BLOCK - 1, CHANNELS_OUT) + 1;
-    const Weight of_tile = first_weight(tile, p);
+    const Weight of_tile = first_weight((unsigned)tile, p);
     const int first_row = first_tile * 64;
 #pragma unroll 1
     for (int at = (int)threadIdx.x; at < 8 * CHANNELS_OUT * SPAN * TAPS_W; at += SUM_THREADS) {
