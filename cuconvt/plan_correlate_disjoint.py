@@ -55,6 +55,7 @@ SUM_CLOCKS = 33  # likewise, for each sum that it stores
 COMPARED = 0.69  # the other kernels' estimates are as much more optimistic
 WIDE, OF_WIDE_ROWS = 256, 2.1  # channels of x or y, and how much longer rows of 16 bits take where there are as many
 OF_FEW_LAST = 2.4  # likewise channels-last, with few channels of y: most of a unit is zeros
+OF_GROUPS = 1.6  # and with groups, in five layers of up to eight channels
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def plan_correlate_disjoint(
         ("MIN_BLOCKS", tile.min_blocks),
     )
     divisors = (row, g.out_extent[1], g.out_extent[0])  # in the order in which the kernel divides by them
+    of_groups = OF_GROUPS if g.groups > 1 else 1
     return Plan(
         kernel="correlate_disjoint",
         defines=defines,
@@ -120,7 +122,7 @@ def plan_correlate_disjoint(
             _outputs_at_once(g, read, work, tile),
             (*g.out_extent[:2], row, work.units(tile), 0, 0, count, *(magic(divisor) for divisor in divisors), 0),
         ),
-        cost=work.compared() * work.clocks(tile) * prod(g.out_extent) * g.groups * g.n,
+        cost=work.compared() * of_groups * work.clocks(tile) * prod(g.out_extent) * g.groups * g.n,
         packed_words=sets * work.units(tile) * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,

@@ -36,9 +36,10 @@ REGISTERS = 65536  # of a multiprocessor
 
 # What the estimate is multiplied by beside other kernels', fitted to 1900 of their times: for one channel of y a group,
 # for some and for many. Of that: one channel without groups, its result in rows, beside tensor cores; some channels
-# of groups, channels-last; and many in rows, not beside tensor cores.
+# of groups, channels-last; many of groups, channels-last, which no 16-byte pieces hold; and many in rows, not beside
+# tensor cores.
 COMPARED, COMPARED_OF_SOME, COMPARED_OF_MANY = 0.65, 1.15, 2.1
-OF_SINGLE, OF_SOME_LAST, OF_MANY_ROWS = 0.62, 0.45, 0.5
+OF_SINGLE, OF_SOME_LAST, OF_MANY_LAST, OF_MANY_ROWS = 0.62, 0.45, 0.4, 0.5
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ class _Work(WorkOnSlides[Tile]):
             return COMPARED * (OF_SINGLE if in_single_rows and beside_tensor_cores else 1)
         if channels <= FEW:
             return COMPARED_OF_SOME * (OF_SOME_LAST if last and self.geometry.groups > 1 else 1)
+        if last and self.geometry.groups > 1 and channels * self.itemsize % 16:
+            return COMPARED_OF_MANY * OF_MANY_LAST
         return COMPARED_OF_MANY * (1 if beside_tensor_cores or last else OF_MANY_ROWS)
 
     def memory_clocks_a_position(self) -> float:

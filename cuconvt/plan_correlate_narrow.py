@@ -51,6 +51,7 @@ LATENCY = 3  # clocks until a warp's next instruction
 A_ROUND = 8192  # positions of a typical problem's rows, a multiprocessor: of its last round of blocks, half is idle
 ROW_CLOCKS = 200  # until a row arrives, as far as other blocks do not hide it
 COMPARED = {2: 1.5, 4: 1.12}  # what the estimate is more optimistic than those of the other kernels: of 36 layers
+LONG, OF_LONG = 4, 1.25  # taps along W, and what so many take longer in TF32 with one or two axes: of 17 layers
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def plan_correlate_narrow(
         ("MIN_BLOCKS", tile.min_blocks),
         ("SHARED_BYTES", work.shared_bytes(tile)),
     )
+    of_long = OF_LONG if precision == "tf32" and g.rank < 3 and g.kernel[2] >= LONG else 1
     return Plan(
         kernel=name,
         defines=defines,
@@ -128,7 +130,7 @@ def plan_correlate_narrow(
             (tiles_d, runs, tiles_w, tiles_c),
             whole_pieces(layout.x, x_extents, layout.x_aligned, 2),
         ),
-        cost=COMPARED[work.itemsize] * cost * prod(g.x_extent) * g.groups * g.n,
+        cost=COMPARED[work.itemsize] * of_long * cost * prod(g.x_extent) * g.groups * g.n,
         tile=tile,
     )
 

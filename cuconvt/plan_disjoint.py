@@ -47,6 +47,7 @@ LOAD_CLOCKS = 1400  # in which it waits for x, where that is not loaded ahead
 BLOCK_CLOCKS = 3000  # in which a block starts
 WEIGHT_BYTES_A_CLOCK = 40  # that come for a block
 COMPARED = 1.3  # the other kernels' estimates are as much more pessimistic
+OF_GROUPS = 1.6  # of that, with groups and channels-last results: of three layers
 OF_PIECES = 1.87  # of that, what it takes longer to store a run of a row in pieces of less than 16 bytes
 
 
@@ -142,6 +143,7 @@ def _plan_tile(
         ("MIN_BLOCKS", tile.min_blocks),
     )
     parts = -(-work.slots(tile) // per_part)
+    of_groups = OF_GROUPS if g.groups > 1 and layout.out_channels_last else 1
     divisors = (row, along[1], along[0])  # in the order in which the kernel divides by them
     return Plan(
         kernel="disjoint",
@@ -157,7 +159,7 @@ def _plan_tile(
             _outputs_at_once(g, layout, work, tile),
             (along[0], along[1], row, per_part, parts, 0, count, *(magic(divisor) for divisor in divisors), 0),
         ),
-        cost=work.compared(tile) * work.clocks(tile) * all_positions(g),
+        cost=work.compared(tile) * of_groups * work.clocks(tile) * all_positions(g),
         packed_words=sets * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,

@@ -77,6 +77,7 @@ SPLIT_COMPARED = 1.1  # and of that what they take beside other kernels
 ALONE = 0.37  # what a block lacks that is alone on a multiprocessor
 COMPARED = 0.85  # the other kernels' estimates are as much more optimistic where this one serves
 COMPARED_OF_UNSTRIDED_ROWS = 1.25  # of that, what it takes longer in rows without a stride
+COMPARED_OF_LOOSE = 0.7  # of that, channels-last with a stride, where 16-bit channels of groups are no 16-byte pieces
 
 
 @dataclass(frozen=True)
@@ -445,6 +446,8 @@ class Work:
         compared = COMPARED
         if max(self.stride) == 1 and not self.out_channels_last and self.c_out * self.itemsize >= 32:
             compared *= COMPARED_OF_UNSTRIDED_ROWS
+        if max(self.stride) > 1 and self.x_channels_last and self.itemsize == 2 and self.c_in * 2 % 16:
+            compared *= COMPARED_OF_LOOSE
         return compared * mean * -(-self.c_out // (8 * tile.tiles_c)) / tile.groups
 
     def clocks(self, tile: Tile, box: Ints, vector: bool) -> float:

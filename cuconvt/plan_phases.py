@@ -34,6 +34,7 @@ ELEMENTS_A_CLOCK, BYTES_A_CLOCK = 5, 15  # a multiprocessor's, for the copy of y
 # the gradient of the input likewise, and for 3xTF32: fitted to 277.
 COMPARED, COMPARED_OF_LAST = {2: 1.05, 4: 1.3}, {2: 0.6, 4: 0.8}
 COMPARED_OF_INPUT, COMPARED_OF_SPLIT_INPUT = {2: 1.0, 4: 0.87}, 0.72
+OF_GROUPS, MOST_OF_FEW = 0.5, 4  # of that, where channels-last groups of more channels of y are no 16-byte pieces
 
 
 class Copied(NamedTuple):
@@ -86,7 +87,11 @@ def plan_correlate_of_phases(
     copied = Copied.of(geometry, dtype, layout)
     if isinstance(copied, str):
         return Refusal(OF_INPUT, copied)
-    compared = COMPARED_OF_SPLIT_INPUT if precision == "tf32x3" else COMPARED_OF_INPUT[ITEMSIZES[dtype]]
+    g, itemsize = geometry, ITEMSIZES[dtype]
+    compared = COMPARED_OF_SPLIT_INPUT if precision == "tf32x3" else COMPARED_OF_INPUT[itemsize]
+    are_loose = g.c_out_per_group * itemsize % STRIDE_BYTES > 0
+    if layout.out_channels_last and g.groups > 1 and g.c_out_per_group > MOST_OF_FEW and are_loose:
+        compared *= OF_GROUPS
     plan = plan_correlate_wgmma(copied.geometry, dtype, copied.layout, precision, device, most=most / compared)
     if isinstance(plan, Refusal):
         return Refusal(OF_INPUT, plan.reason)

@@ -50,9 +50,10 @@ TYPICAL_EXTENT = {1: 4096, 2: 128, 3: 48}  # of an axis, by rank
 # The cost that is compared with other kernels', relative to that estimate. In TF32 rows with three axes, where windows
 # are disjoint and of up to so many pairs of channels: of 6 layers.
 COMPARED_OF_DISJOINT, FEW_PAIRS = 1.4, 4096
-# In 16 bits: channels-last with one or two axes, of 18 layers; and in rows where elements of y are copied one by one,
-# or else of x, of 60 layers.
-COMPARED_OF_LAST, OF_SINGLE_Y, OF_SINGLE_X = 1.7, 2.0, 1.3
+# In 16 bits: channels-last, with one or two axes and with three (there, with few taps), of 52 layers; of that, where
+# elements of x and y are copied one by one, of 12; and in rows where those of y are, or else of x, of 60.
+COMPARED_OF_LAST, COMPARED_OF_VOLUMES_LAST, FEW_TAPS, OF_SINGLE_LAST = 1.7, 1.35, 27, 5.0
+OF_SINGLE_Y, OF_SINGLE_X = 2.0, 1.3
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,9 @@ def _compared(work: _Work, tile: Tile, precision: str | None) -> float:
     g = work.geometry
     if work.per_word == 2:
         if work.y_last:
-            return COMPARED_OF_LAST if g.rank < 3 else 1
+            are_single = work.copy_bytes_x() == work.copy_bytes_y(tile) == work.single
+            of_volumes = COMPARED_OF_VOLUMES_LAST if g.taps <= FEW_TAPS else 1
+            return (of_volumes if g.rank == 3 else COMPARED_OF_LAST) * (OF_SINGLE_LAST if are_single else 1)
         if work.x_last:
             return 1
         if work.copy_bytes_y(tile) == work.single:

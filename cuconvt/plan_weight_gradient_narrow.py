@@ -64,6 +64,7 @@ MANY = 1000  # images
 # What the estimate is more optimistic than those of the other kernels, by bytes of an element and products.
 COMPARED = {(4, 3): 0.7, (4, 1): 0.8, (2, 1): 0.9}
 OF_FEW_AXES = 0.8  # of that, with one axis, in TF32 also with two
+OF_GROUPS = 0.85  # and for groups, with two axes: of 46 layers
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ def plan_weight_gradient_narrow(
 
 def _compared(g: Geometry, work: Work) -> float:
     few_axes = g.rank == 1 or (g.rank == 2 and (work.itemsize, work.products) == (4, 1))
-    return COMPARED[work.itemsize, work.products] * (OF_FEW_AXES if few_axes else 1)
+    of_groups = OF_GROUPS if g.groups > 1 and g.rank == 2 else 1
+    return COMPARED[work.itemsize, work.products] * (OF_FEW_AXES if few_axes else 1) * of_groups
 
 
 def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> str | None:

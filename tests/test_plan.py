@@ -601,6 +601,7 @@ def test_wgmma_is_chosen_for_16_bits(problem: Problem, last: bool) -> None:
         (case((16, 96, 50, 50), 1, 4, padding=1), "ieee", False, "gather"),
         (case((1, 4, 64, 45, 24), 64, 4, 2, 1), "tf32x3", True, "phase_wgmma"),
         (case((64, 3, 28, 50), 64, 4, 2, 1), "tf32", True, "phase_wgmma"),
+        (case((2, 192, 24, 32, 20), 96, 2, 2, groups=16), "tf32", True, "narrow_groups"),
     ],
     ids=[
         "runs-in-pieces",
@@ -619,6 +620,7 @@ def test_wgmma_is_chosen_for_16_bits(problem: Problem, last: bool) -> None:
         "one-result-ieee",
         "few-inputs",
         "few-inputs-2d",
+        "disjoint-groups",
     ],
 )
 def test_choice(problem: Problem, precision: str, last: bool, kernel: str) -> None:

@@ -247,6 +247,9 @@ def test_small_y_in_rows_is_turned_before() -> None:
         ("weight_gradient", FIXED["depthwise"], "bfloat16", None, "weight_gradient_few_channels"),
         ("weight_gradient", FIXED["kb73"], "bfloat16", None, "weight_gradient_narrow"),
         ("weight_gradient", FIXED["kb73"], "float32", None, "weight_gradient_narrow"),
+        ("weight_gradient", case((16, 64, 28, 128), 96, 2, groups=16), "bfloat16", None, "weight_gradient_narrow"),
+        ("correlate", case((2, 64, 40, 64, 12), 32, 2, 2, groups=16), "float32", "tf32", "correlate_rows"),
+        ("correlate", case((1, 256, 28, 128), 256, 5, 2, groups=64), "float32", "tf32", "correlate_rows"),
     ],
 )
 def test_choice(operation: str, problem: Problem, dtype: str, precision: str | None, kernel: str) -> None:
@@ -279,8 +282,26 @@ def test_choice_with_groups_channels_last(problem: Problem, kernel: str) -> None
         (case((8, 56, 128, 128), 1, 9, 4, 4, 3), "float16", "correlate_wgmma"),
         (case((16, 256, 28, 28), 256, 3, 2, 1, 1, groups=32), "float16", "correlate_wgmma"),
         (case((4, 48, 48, 32, 45), 3, 2, 2), "float16", "correlate_wgmma"),
+        (case((16, 16, 32, 128), 48, 4, 2, groups=8), "float16", "correlate_few_channels"),
+        (case((8, 128, 28, 56), 384, 3, 2, 1, groups=64), "float32", "correlate_few_channels"),
+        (case((16, 28, 56, 128), 28, 3, padding=1, groups=4), "float16", "weight_gradient_wgmma"),
+        (case((4, 32, 56, 48, 56), 32, 3, padding=1), "float16", "weight_gradient_tma"),
+        (case((16, 32, 16, 32, 64), 16, (3, 5, 7)), "float16", "weight_gradient_gemm"),  # of many taps
     ],
-    ids=["disjoint", "1d", "few-channels", "three-channels", "one-channel", "groups", "disjoint-of-three"],
+    ids=[
+        "disjoint",
+        "1d",
+        "few-channels",
+        "three-channels",
+        "one-channel",
+        "groups",
+        "disjoint-of-three",
+        "loose-groups",
+        "loose-groups-tf32",
+        "groups-of-odd-channels",
+        "volumes",
+        "many-taps",
+    ],
 )
 def test_choice_channels_last(problem: Problem, dtype: str, kernel: str) -> None:
     precision = "tf32" if dtype == "float32" else None
