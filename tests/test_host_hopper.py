@@ -455,7 +455,14 @@ RUNS = {
     "slides": (case((2, 17, 7, 5, 9), 9, (3, 3, 4), 2, (1, 1, 1), has_bias=True), SLIDING, "float32", "tf32", 2),
     "two stores a position": (case((3, 24, 37), 16, 16, 8, ((4, 0),), has_bias=True), PASSING, "float32", "tf32x3", 4),
     "groups": (case((2, 24, 6, 31), 20, 4, 4, (1, 2), groups=2), PASSING, "float16", None, 4),
-    "some of a position": (case((2, 8, 5, 21), 10, 5, (1, 6), 1, (0, 3), has_bias=True), PASSING, "float32", "tf32", 2),
+    "some of a position": (
+        case((2, 8, 5, 21), 10, 5, (1, 12), 1, (0, 1), has_bias=True),
+        PASSING,
+        "float32",
+        "tf32",
+        4,
+    ),
+    "parts of sectors": (case((2, 8, 5, 21), 10, 5, (1, 6), 1, (0, 3), has_bias=True), PASSING, "float32", "tf32", 1),
     "patches": (case((1, 9, 16, 24), 17, 4, 2, 1), PASSING, "float16", None, 2),
 }
 
