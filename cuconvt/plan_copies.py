@@ -25,6 +25,11 @@ def copied_bytes(strides: Ints, aligned: bool, channels: int, groups: int, items
     return next((count for count in (16, 8, 4) if not any(step * itemsize % count for step in steps)), 0)
 
 
+def are_loose(channels: int, itemsize: int) -> bool:
+    """Whether so many channels are no whole 16-byte pieces, so that channels-last groups of them begin elsewhere."""
+    return channels * itemsize % 16 > 0
+
+
 def copy_macros(copied: int, name: str = "COPY_BYTES") -> dict[str, int]:
     """Return the macro that says how a channels-last array is copied, where it is not 16 bytes at a time."""
     return {name: copied} if copied in (8, 4) else {}

@@ -107,7 +107,6 @@ def plan_correlate_disjoint(
         ("MIN_BLOCKS", tile.min_blocks),
     )
     divisors = (row, g.out_extent[1], g.out_extent[0])  # in the order in which the kernel divides by them
-    of_groups = OF_GROUPS if g.groups > 1 else 1
     return Plan(
         kernel="correlate_disjoint",
         defines=defines,
@@ -122,7 +121,7 @@ def plan_correlate_disjoint(
             _outputs_at_once(g, read, work, tile),
             (*g.out_extent[:2], row, work.units(tile), 0, 0, count, *(magic(divisor) for divisor in divisors), 0),
         ),
-        cost=work.compared() * of_groups * work.clocks(tile) * prod(g.out_extent) * g.groups * g.n,
+        cost=work.compared(g.groups) * work.clocks(tile) * prod(g.out_extent) * g.groups * g.n,
         packed_words=sets * work.units(tile) * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,
@@ -215,14 +214,15 @@ class Work:
             return sums + (a * 11 // 4 + 52 if self.shape.x_channels_last else 3 * a + 44 + 2 * tile.run)
         return sums + 2 * a + 48
 
-    def compared(self) -> float:
+    def compared(self, groups: int) -> float:
         """Return the cost that is compared with other kernels', relative to the estimated time."""
         s = self.shape
+        compared = COMPARED * (OF_GROUPS if groups > 1 else 1)
         if s.itemsize == 4:
-            return COMPARED
+            return compared
         if s.x_channels_last:
-            return COMPARED * (OF_FEW_LAST if s.c_in <= FEW else 1)
-        return COMPARED * (OF_WIDE_ROWS if max(s.c_in, s.c_out) >= WIDE else 1)
+            return compared * (OF_FEW_LAST if s.c_in <= FEW else 1)
+        return compared * (OF_WIDE_ROWS if max(s.c_in, s.c_out) >= WIDE else 1)
 
     def clocks(self, tile: Tile) -> float:
         """Estimate a multiprocessor's clocks for a position, with all its outputs.

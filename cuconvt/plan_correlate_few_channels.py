@@ -21,7 +21,7 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
-from cuconvt.plan_copies import whole_pieces
+from cuconvt.plan_copies import are_loose, whole_pieces
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_gemm import with_margin
 from cuconvt.plan_few_channels import FEW, THREADS, runs_along_d, threads_of_block
@@ -178,7 +178,7 @@ class _Work(WorkOnSlides[Tile]):
             return COMPARED * (OF_SINGLE if in_single_rows and beside_tensor_cores else 1)
         if channels <= FEW:
             return COMPARED_OF_SOME * (OF_SOME_LAST if last and self.geometry.groups > 1 else 1)
-        if last and self.geometry.groups > 1 and channels * self.itemsize % 16:
+        if last and self.geometry.groups > 1 and are_loose(channels, self.itemsize):
             return COMPARED_OF_MANY * OF_MANY_LAST
         return COMPARED_OF_MANY * (1 if beside_tensor_cores or last else OF_MANY_ROWS)
 

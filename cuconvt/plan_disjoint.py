@@ -143,7 +143,6 @@ def _plan_tile(
         ("MIN_BLOCKS", tile.min_blocks),
     )
     parts = -(-work.slots(tile) // per_part)
-    of_groups = OF_GROUPS if g.groups > 1 and layout.out_channels_last else 1
     divisors = (row, along[1], along[0])  # in the order in which the kernel divides by them
     return Plan(
         kernel="disjoint",
@@ -159,7 +158,7 @@ def _plan_tile(
             _outputs_at_once(g, layout, work, tile),
             (along[0], along[1], row, per_part, parts, 0, count, *(magic(divisor) for divisor in divisors), 0),
         ),
-        cost=work.compared(tile) * of_groups * work.clocks(tile) * all_positions(g),
+        cost=work.compared(tile, g.groups) * work.clocks(tile) * all_positions(g),
         packed_words=sets * work.slot_bytes(tile) // 4,
         packed_a_thread=4 * work.parts,
         tile=tile,
@@ -282,11 +281,12 @@ class Work:
         places = 3 * max(0, 2 * tile.tiles_m // tile.run - 2)  # of further runs
         return sums + 4 * steps * (2 if tile.ahead else 1) + 46 + copied + places
 
-    def compared(self, tile: Tile) -> float:
+    def compared(self, tile: Tile, groups: int) -> float:
         """Return the cost that is compared with other kernels', relative to the estimated time."""
         s, at_once = self.shape, self.at_once(tile)
         in_pieces = not s.out_channels_last and at_once < tile.run * s.kernel[2] and at_once * s.itemsize < 16
-        return COMPARED * (OF_PIECES if in_pieces else 1)
+        of_groups = OF_GROUPS if groups > 1 and s.out_channels_last else 1
+        return COMPARED * of_groups * (OF_PIECES if in_pieces else 1)
 
     def clocks(self, tile: Tile) -> float:
         """Estimate a multiprocessor's clocks for a position, with all its outputs."""

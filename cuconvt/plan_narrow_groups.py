@@ -29,7 +29,7 @@ from cuconvt.plan import (
     round_up,
 )
 from cuconvt.plan_boxes import count_boxes, even_extent
-from cuconvt.plan_copies import are_stored_at_once, copied_bytes, others_divisible
+from cuconvt.plan_copies import are_loose, are_stored_at_once, copied_bytes, others_divisible
 from cuconvt.plan_search import remembered
 from cuconvt.plan_views import batch_as_depth
 
@@ -446,7 +446,7 @@ class Work:
         compared = COMPARED
         if max(self.stride) == 1 and not self.out_channels_last and self.c_out * self.itemsize >= 32:
             compared *= COMPARED_OF_UNSTRIDED_ROWS
-        if max(self.stride) > 1 and self.x_channels_last and self.itemsize == 2 and self.c_in * 2 % 16:
+        if max(self.stride) > 1 and self.x_channels_last and self.itemsize == 2 and are_loose(self.c_in, 2):
             compared *= COMPARED_OF_LOOSE
         return compared * mean * -(-self.c_out // (8 * tile.tiles_c)) / tile.groups
 

@@ -19,8 +19,10 @@ from typing import NamedTuple
 from cuconvt.geometry import Geometry, triple
 from cuconvt.phases import are_alike
 from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, axis_macros
+from cuconvt.plan_copies import are_loose
 from cuconvt.plan_correlate_turning import with_copy_of_y
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
+from cuconvt.plan_few_channels import FEW
 from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS, Array, channels_last
 from cuconvt.plan_views import with_phases_as_channels
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES
@@ -34,7 +36,7 @@ ELEMENTS_A_CLOCK, BYTES_A_CLOCK = 5, 15  # a multiprocessor's, for the copy of y
 # the gradient of the input likewise, and for 3xTF32: fitted to 277.
 COMPARED, COMPARED_OF_LAST = {2: 1.05, 4: 1.3}, {2: 0.6, 4: 0.8}
 COMPARED_OF_INPUT, COMPARED_OF_SPLIT_INPUT = {2: 1.0, 4: 0.87}, 0.72
-OF_GROUPS, MOST_OF_FEW = 0.5, 4  # of that, where channels-last groups of more channels of y are no 16-byte pieces
+OF_GROUPS = 0.5  # of that, where channels-last groups of more than few channels of y are no 16-byte pieces
 
 
 class Copied(NamedTuple):
@@ -89,8 +91,8 @@ def plan_correlate_of_phases(
         return Refusal(OF_INPUT, copied)
     g, itemsize = geometry, ITEMSIZES[dtype]
     compared = COMPARED_OF_SPLIT_INPUT if precision == "tf32x3" else COMPARED_OF_INPUT[itemsize]
-    are_loose = g.c_out_per_group * itemsize % STRIDE_BYTES > 0
-    if layout.out_channels_last and g.groups > 1 and g.c_out_per_group > MOST_OF_FEW and are_loose:
+    are_more = g.groups > 1 and g.c_out_per_group > FEW
+    if layout.out_channels_last and are_more and are_loose(g.c_out_per_group, itemsize):
         compared *= OF_GROUPS
     plan = plan_correlate_wgmma(copied.geometry, dtype, copied.layout, precision, device, most=most / compared)
     if isinstance(plan, Refusal):

@@ -36,6 +36,22 @@ MAX_RING = 12
 MAX_ROWS = 16  # of taps, unrolled where a block owns all phases
 MAX_COLUMNS = 192  # of a wgmma
 
+# A tile whose weights pass by, of which others are variations.
+PASSING = Tile(
+    workers=1,
+    stagers=1,
+    tiles_m=1,
+    tiles_c=2,
+    merge_w=False,
+    k_steps=1,
+    x_stages=2,
+    ring=2,
+    resident=False,
+    take_turns=False,
+    all_phases=False,
+    min_blocks=2,
+)
+
 
 def cases() -> dict[str, dict[str, Any]]:
     """Return the fields of each case by name."""

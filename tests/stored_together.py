@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from described import problem_of
-from host_phase_wgmma import plan_with
+from host_phase_wgmma import PASSING, plan_with
 from strategies import Problem, case
 
 from cuconvt.plan import Plan
@@ -14,18 +15,13 @@ from cuconvt.plan_wgmma_sizes import Tile
 
 
 def tile(workers: int, tiles_m: int, tiles_c: int, slides: bool = False) -> Tile:
-    return Tile(
+    return dataclasses.replace(
+        PASSING,
         workers=workers,
         stagers=workers,
         tiles_m=tiles_m,
         tiles_c=tiles_c,
-        merge_w=False,
-        k_steps=1,
-        x_stages=2,
         ring=3,
-        resident=False,
-        take_turns=False,
-        all_phases=False,
         min_blocks=3 - workers,
         slides=slides,
     )

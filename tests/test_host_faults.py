@@ -19,7 +19,7 @@ from harness import check
 from host.backend import on_host
 from host.build import HERE, kernel_sources, why_not
 from host_phase_gemm import PhasesAsChannels
-from host_phase_wgmma import plan_with
+from host_phase_wgmma import PASSING, plan_with
 from hypothesis import given, settings
 from strategies import LAST, Problem, Specialisation, case, problems
 
@@ -117,20 +117,6 @@ def phase_gemm_fault(
 
 # Boxes that one block takes one after the other, of three chunks of channels; weights pass by or stay.
 WGMMA_DEVICE = Device(90, 1, 227 * 1024)
-PASSING = Tile(
-    workers=1,
-    stagers=1,
-    tiles_m=1,
-    tiles_c=2,
-    merge_w=False,
-    k_steps=1,
-    x_stages=2,
-    ring=2,
-    resident=False,
-    take_turns=False,
-    all_phases=False,
-    min_blocks=2,
-)
 STAYING = dataclasses.replace(
     PASSING, workers=2, stagers=2, ring=9, resident=True, take_turns=True, all_phases=True, min_blocks=1
 )

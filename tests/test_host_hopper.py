@@ -10,9 +10,9 @@ import pytest
 from harness import check
 from host.backend import launch, on_host
 from host.build import kernel_sources, why_not
-from host_phase_wgmma import plan_with
+from host_phase_wgmma import PASSING, plan_with
 from strategies import DTYPES, case
-from test_host_faults import PASSING, STAYING, VALUES, WGMMA_DEVICE, plant
+from test_host_faults import STAYING, VALUES, WGMMA_DEVICE, plant
 from test_plan import problem_of
 
 from cuconvt import plan_phase_wgmma
