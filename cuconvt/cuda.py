@@ -125,7 +125,9 @@ def prepare(plan: Plan, device: Device) -> Launch:
         grid = plan.turn_blocks - (-plan.packed_words // (plan.packed_a_thread * PACK_BLOCK))
         entry, pointers = ("_pack_and_turn", 4) if plan.turn_blocks else ("_pack", 2)
         numbers = struct_of(plan.problem + plan.turns)
-        pack = load(plan, f"{plan.kernel}{entry}", device).bind(grid, PACK_BLOCK, 0, numbers, pointers=pointers)
+        pack = load(plan, f"{plan.kernel}{entry}", device).bind(
+            grid, PACK_BLOCK, plan.turn_shared_bytes, numbers, pointers=pointers
+        )
     kernel = load(plan, plan.kernel, device)
     early = pack is not None and can_start_early(device.compute_capability)
     return Launch(

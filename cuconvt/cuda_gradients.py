@@ -118,7 +118,7 @@ def prepare_weight_gradient(plan: Plan, dtype: str, device: Device) -> WeightGra
         )
     if plan.turn_blocks:
         turn = load(plan, f"{plan.kernel}_turn", device).bind(
-            plan.turn_blocks, TURN_THREADS, 0, struct_of(plan.turns), pointers=4
+            plan.turn_blocks, TURN_THREADS, plan.turn_shared_bytes, struct_of(plan.turns), pointers=4
         )
     kernel = load(plan, plan.kernel, device)
 

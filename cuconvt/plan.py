@@ -132,6 +132,8 @@ class Plan:
         how many bytes of x and y these images have. Empty where all are taken at once.
     problem_of_next : tuple of int
         The run-time parameters of all of these but the first one.
+    turn_shared_bytes : int
+        Dynamic shared memory of the kernel that turns arrays.
     tile : object
         The family's tile, from which its ``plan_<kernel>`` makes the same plan again.
     tuned : bool
@@ -158,6 +160,7 @@ class Plan:
     turned: Ints = ()
     images: Ints = ()
     problem_of_next: Ints = ()
+    turn_shared_bytes: int = 0
     tile: Any = field(default=None, compare=False)
     tuned: bool = field(default=False, compare=False)
     refused: tuple[str, ...] = field(default=(), compare=False)

@@ -14,7 +14,7 @@ from math import inf
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, Plan, Refusal
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
-from cuconvt.plan_turn import WIDE, Array, channels_last, reached, turn_of
+from cuconvt.plan_turn import Array, channels_last, reached, turn_of
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES
 from cuconvt.tensor_map import ITEMSIZES, reads
 
@@ -73,10 +73,11 @@ def turning(
         return Refusal(NAME, plan.reason)
     if not plan.maps:
         return Refusal(NAME, "bulk tensor copies would not bring y")
-    turn, size = turn_of(Array(turned.extents, layout.out), first, layout.out_aligned, itemsize), turned.bytes(itemsize)
+    how, size = turn_of(Array(turned.extents, layout.out), first, layout.out_aligned, itemsize), turned.bytes(itemsize)
     products = 3 if precision == "tf32x3" else 1
-    is_loose = products == 1 and not turn[WIDE] and (geometry.rank == 3 or size <= LOOSE_OF_FEW_AXES)
-    return replace(with_copy_of_y(plan, turn, size), cost=_cost(plan.cost, size, itemsize, products, is_loose))
+    is_loose = products == 1 and not how.aligned and (geometry.rank == 3 or size <= LOOSE_OF_FEW_AXES)
+    cost = _cost(plan.cost, size, itemsize, products, is_loose)
+    return replace(with_copy_of_y(plan, how.turn, size), cost=cost, turn_shared_bytes=how.shared_bytes)
 
 
 def with_copy_of_y(plan: Plan, turn: Ints, size: int) -> Plan:

@@ -11,8 +11,11 @@ from cuconvt.plan import Ints, round_up
 from cuconvt.tensor_map import STRIDE_BYTES
 
 TURN_THREADS = 256
-LOOSE = 2  # positions of a thread, where pieces along W are not aligned
-TURN_FIELDS, WIDE = 20, 11  # of ``struct Turn``, and which of them says whether pieces along W are aligned
+TURN_FIELDS = 20  # of ``struct Turn``
+MOST_PIECES = 8  # of a position, that a block turns
+# Where rows come in bulk: the fewest positions of a row, and pieces that a block turns.
+FEWEST_POSITIONS, PIECES_OF_BLOCK = 128, 1024
+LOOSE, DOWN = 2, 16  # positions of a thread where it loads single elements, and of a warp that follow each other
 
 
 class Array(NamedTuple):
@@ -52,11 +55,22 @@ def reached(geometry: Geometry, y: Array) -> tuple[Geometry, Array, int]:
     return smaller, Array((*y.extents[:2], *extents), (of_n, of_channels, *strides)), first
 
 
-def turn_of(array: Array, first: int, aligned: bool, itemsize: int) -> Ints:
-    """Return the parameters of the kernel that turns an array whose element `first` is the first one to read."""
+class Turned(NamedTuple):
+    """How an array is turned."""
+
+    turn: Ints  # ``struct Turn``
+    aligned: bool  # whether all pieces of its rows are
+    shared_bytes: int  # of a block
+
+    @property
+    def blocks(self) -> int:
+        return self.turn[-1]
+
+
+def turn_of(array: Array, first: int, aligned: bool, itemsize: int) -> Turned:
+    """Return how an array is turned whose element `first` is the first one to read."""
     piece = STRIDE_BYTES // itemsize
-    (n, channels, *spatial), (of_n, of_channels, *of_axes) = array.extents, list(array.strides)
-    extents, strides = list(spatial), list(of_axes)
+    (n, channels, *extents), (of_n, of_channels, *strides) = array.extents, list(array.strides)
     # Axes that follow each other in memory are one.
     for axis in (1, 0):
         if extents[axis] == 1 or strides[axis] == extents[2] * strides[2]:
@@ -64,13 +78,18 @@ def turn_of(array: Array, first: int, aligned: bool, itemsize: int) -> Ints:
             extents[axis] = 1
         elif axis == 1:
             break
+    rows, of_row, pieces = n * prod(extents[:2]), extents[2], -(-channels // piece)
     distances = (of_n if n > 1 else 0, of_channels, *(s for s, e in zip(strides[:2], extents, strict=False) if e > 1))
-    wide = aligned and strides[2] == 1 and not any(number % piece for number in (*distances, extents[2], first))
-    blocks = _blocks(n, channels, extents, wide, piece)
-    return (n, channels, *extents, of_n, of_channels, *strides, first, int(wide), *(0,) * 7, blocks)
-
-
-def _blocks(n: int, channels: int, extents: list[int], wide: bool, piece: int) -> int:
-    rows, of_row, down = n * prod(extents[:2]), extents[2], 8 if wide else 16
-    positions = -(-rows * of_row // piece // down) if wide else rows * -(-of_row // (LOOSE * down))  # each of a warp
-    return -(-32 * positions * -(-channels // (piece * 32 // down)) // TURN_THREADS)
+    are_aligned = aligned and strides[2] == 1 and not any(number % piece for number in (*distances, of_row, first))
+    width = shared_bytes = 0
+    if strides[2] == 1 and of_row >= FEWEST_POSITIONS:
+        sets = -(-pieces // MOST_PIECES)
+        of_set = -(-pieces // sets)
+        width = min(PIECES_OF_BLOCK >> (of_set - 1).bit_length(), round_up(of_row, 8))
+        blocks = rows * -(-of_row // width) * sets
+        shared_bytes = 16 + of_set * (piece * (width * itemsize + 128 // piece) + 16)
+    else:
+        places = rows * -(-of_row // (LOOSE * DOWN))
+        blocks = -(-32 * places * -(-pieces // (32 // DOWN)) // TURN_THREADS)
+    turn = (n, channels, *extents, of_n, of_channels, *strides, first, 0, 0, 0, 0, width, 0, 0, 0, blocks)
+    return Turned(turn, are_aligned, shared_bytes)

@@ -166,10 +166,10 @@ def plan_images(
     stored_bytes = work.stored_bytes(tile) if is_one and work.has_one_tap(tile) else 0
     boxes = tuple(-(-x // b) for x, b in zip(g.x_extent, box, strict=True))
     maps = work.maps(tile, box, dtype, sides)
-    turn_x = sides.turn_x
+    turns = tuple(side.turn if side else () for side in (sides.turn_x, sides.turn_y))
     if sides.parts:
         of_x = work.prepared_bytes(tile, g.n * prod(boxes), prod(box))
-        turn_x = prepared(g, layout, box, boxes, work.prepared_tiles(tile), tile)
+        turns = prepared(g, layout, box, boxes, work.prepared_tiles(tile), tile), turns[1]
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         *((("PRECISION", PRECISION_CODES[precision]),) if sides.parts else ()),
@@ -190,9 +190,8 @@ def plan_images(
     in_order = share.parts <= FEW_PARTS and blocks >= device.multiprocessors // 2 and work.adds_in_order(tile)
     stages = work.stages(tile, work.stage_bytes(tile, box), device)
     parts_bytes = 0 if stored_bytes else (2 if is_one else 4) * tile.values * share.slots
-    turned_x = parts_bytes if turn_x else -1
-    turned_y = parts_bytes + of_x if sides.turn_y else -1
-    turns = turn_x, sides.turn_y
+    turned_x = parts_bytes if turns[0] else -1
+    turned_y = parts_bytes + of_x if turns[1] else -1
     return Plan(
         kernel=NAME,
         defines=defines,
@@ -210,6 +209,7 @@ def plan_images(
         turned=(turned_x, turned_y) if any(turns) else (),
         turns=tuple(number for turn in turns for number in (turn or (0,) * TURN_FIELDS)) if any(turns) else (),
         turn_blocks=sum(turn[-1] for turn in turns if turn),
+        turn_shared_bytes=max(side.shared_bytes if side else 0 for side in (sides.turn_x, sides.turn_y)),
         tile=tile,
     )
 

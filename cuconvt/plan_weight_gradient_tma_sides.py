@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Ints, Layout
-from cuconvt.plan_turn import WIDE, Array, channels_last, reached, turn_of
+from cuconvt.plan import Layout
+from cuconvt.plan_turn import Array, Turned, channels_last, reached, turn_of
 from cuconvt.plan_views import taps_follow_each_other, with_taps_as_channels
 from cuconvt.tensor_map import reads
 
@@ -21,8 +21,8 @@ class Sides(NamedTuple):
     geometry: Geometry  # with the steps of y as it is copied
     x: Array
     y: Array
-    turn_x: Ints | None  # ``struct Turn`` without its blocks
-    turn_y: Ints | None
+    turn_x: Turned | None
+    turn_y: Turned | None
     fold: int = 1  # taps along W that are channels of y
     parts: int = 0  # of float32
     phases: int = 1  # of y that are channels already
@@ -54,7 +54,7 @@ class Sides(NamedTuple):
     @property
     def y_is_loose(self) -> bool:
         """Whether y is turned from rows that are not aligned."""
-        return self.turn_y is not None and not self.turn_y[WIDE]
+        return self.turn_y is not None and not self.turn_y.aligned
 
     def folded(self) -> Sides | None:
         """Return the same with the taps along W as channels of y, which follow each other where kernel = stride.

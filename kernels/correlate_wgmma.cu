@@ -745,11 +745,12 @@ struct PackAndTurn {
 
 extern "C" __global__ void correlate_wgmma_pack_and_turn(const Stored* weight, Piece* packed, const Stored* x, Stored* turned_x,
                                                          const PackAndTurn p) {
+    extern __shared__ __align__(BOXED ? 1024 : 128) unsigned char shared_bytes[];
     let_next_kernel_start();
     const unsigned turning = (unsigned)p.of_x.blocks;
     if (blockIdx.x < turning) {
         if (PHASES > 1) return turn_phases(x, turned_x, p.of_x, blockIdx.x);
-        return turn(x, turned_x, p.of_x, blockIdx.x);
+        return turn(x, turned_x, p.of_x, blockIdx.x, shared_bytes);
     }
     pack_weights(weight, packed, p.problem, blockIdx.x - turning);
 }

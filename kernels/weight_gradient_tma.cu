@@ -863,15 +863,16 @@ __device__ __forceinline__ void prepare(const Stored* from, Stored* to, const Tu
 
 extern "C" __global__ void __launch_bounds__(TURN_THREADS)
     weight_gradient_tma_turn(const Stored* x, const Stored* y, Stored* turned_x, Stored* turned_y, const Turns turns) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
     let_next_kernel_start();
     const unsigned of_x = (unsigned)turns.of[0].blocks;
     if (blockIdx.x >= of_x) {
         if (PHASES > 1) return turn_phases(y, turned_y, turns.of[1], blockIdx.x - of_x);
-        return turn(y, turned_y, turns.of[1], blockIdx.x - of_x);
+        return turn(y, turned_y, turns.of[1], blockIdx.x - of_x, shared_bytes);
     }
 #if DTYPE == FLOAT32
     prepare(x, turned_x, turns.of[0], blockIdx.x);
 #else
-    turn(x, turned_x, turns.of[0], blockIdx.x);
+    turn(x, turned_x, turns.of[0], blockIdx.x, shared_bytes);
 #endif
 }

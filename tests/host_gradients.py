@@ -70,7 +70,8 @@ class HostGradients:
                 copy = _copied_pieces(plan)
                 entry = "_pack_and_turn"
                 arrays += [read, Argument.array("turned", OUTPUT, copy)]
-            self._launch(plan, plan.kernel + entry, plan.turn_blocks + grid, PACK_BLOCK, 0, arrays, (), numbers)
+            blocks, shared_bytes = plan.turn_blocks + grid, plan.turn_shared_bytes
+            self._launch(plan, plan.kernel + entry, blocks, PACK_BLOCK, shared_bytes, arrays, (), numbers)
             weight, role = packed, OF_KERNEL_BEFORE
             if plan.turn_blocks:
                 read = Argument.array("y", OF_KERNEL_BEFORE, copy)
@@ -118,7 +119,8 @@ class HostGradients:
             for name, copy in zip("xy", copies, strict=True)
         ]
         turns = Argument("turns", VALUE, struct_of(plan.turns).tobytes())
-        self._launch(plan, f"{plan.kernel}_turn", plan.turn_blocks, TURN_THREADS, 0, [x, y, *results], (), turns)
+        blocks, shared_bytes = plan.turn_blocks, plan.turn_shared_bytes
+        self._launch(plan, f"{plan.kernel}_turn", blocks, TURN_THREADS, shared_bytes, [x, y, *results], (), turns)
         return [
             array if copy is None else Argument.array(array.name, OF_KERNEL_BEFORE, copy)
             for array, copy in zip((x, y), copies, strict=True)

@@ -429,7 +429,7 @@ def test_special_values_of_disjoint(cupy: Any, by_disjoint: None, name: str, pre
     special_values_land_where_the_definition_puts_them(DISJOINT[name], precision)
 
 
-# Wide layers in 16 bits: arrays that are turned, by eights or single positions, and read as they are; ragged channels.
+# Wide layers in 16 bits: arrays that are turned, in bulk or element by element, and read as they are; ragged channels.
 WIDE = {
     "wide": case((2, 128, 8, 16, 32), 96, 3, padding=1),
     "strided": case((4, 136, 9, 20, 24), 64, 4, stride=2, padding=1),

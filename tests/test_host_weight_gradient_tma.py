@@ -22,6 +22,7 @@ from strategies import DTYPES, Ints, Problem, case
 from test_host_faults import IN_USE, UNWRITTEN, VALUES, plant
 
 import cuconvt
+from cuconvt import plan_turn
 from cuconvt import plan_weight_gradient_tma as planner
 from cuconvt import plan_weight_gradient_tma_work as working
 from cuconvt.plan import Device, Plan, Refusal
@@ -44,6 +45,13 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 CASES = cases()
 BUDGET = 0.05
 LONGEST = {1: (120,), 2: (8, 20), 3: (3, 5, 12)}
+
+
+@pytest.fixture(autouse=True)
+def rows_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of arrays that are turned, small ones have rows that come in bulk, too, and most of these are several blocks'."""
+    monkeypatch.setattr(plan_turn, "FEWEST_POSITIONS", 60)
+    monkeypatch.setattr(plan_turn, "PIECES_OF_BLOCK", 256)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,10 +83,12 @@ def test_cases_reach_every_way() -> None:
         for problem in this.fixed_problems():
             plan = this.plan_for(problem)
             fields, defines, share = problem_of(plan), dict(plan.defines), share_of(plan)
-            for side, place, wide in zip(
-                "xy", plan.turned or (-1, -1), (plan.turns or (0,) * 2 * TURN_FIELDS)[11::TURN_FIELDS], strict=True
-            ):
-                reached[f"{side} {'as it is' if place < 0 else 'turned in eights' if wide else 'turned'}"] += 1
+            turns = np.array(plan.turns or (0,) * 2 * TURN_FIELDS).reshape(2, TURN_FIELDS)
+            for side, place, turn in zip("xy", plan.turned or (-1, -1), turns, strict=True):
+                if side == "x" and this.precision:
+                    reached[f"prepared {'in eights' if turn[11] else 'one by one'}"] += 1
+                else:
+                    reached[f"{side} {'as it is' if place < 0 else 'turned in bulk' if turn[15] else 'turned'}"] += 1
             reached[this.precision or "16 bits"] += 1
             reached[f"workers {defines['WORKERS']}"] += 1
             reached[f"rows of x {defines['ROWS_OF_X']}"] += 1
@@ -100,7 +110,8 @@ def test_cases_reach_every_way() -> None:
             assert d * h * w % 16 == 0
             assert fields["plane"][0] >= 2
     for kind in (
-        *(f"{side} {how}" for side in "xy" for how in ("as it is", "turned", "turned in eights")),
+        *(f"{side} {how}" for side in "xy" for how in ("as it is", "turned", "turned in bulk")),
+        *("prepared in eights", "prepared one by one"),
         *(f"workers {count}" for count in (1, 2, 3)),
         *("16 bits", "tf32", "tf32x3"),
         *("rows of x 0", "rows of x 1", "several tiles of rows", "columns of several copies", "taps of a phase"),
@@ -403,7 +414,47 @@ FAULTS = {
         "at.co * NEXT_Y + tap] = sum[i].value[k];\n            }\n        }\n    }",
         VALUES + "|" + UNWRITTEN + "|no barrier in between",
     ),
-    "the other half of a word": ("take_halves(words, position % 2)", "take_halves(words, 1 - position % 2)", VALUES),
+}
+# Of arrays that are turned in bulk, and element by element.
+WRONG, BEYOND = VALUES + "|" + UNWRITTEN, PAST + "|wrote|" + UNWRITTEN
+FAULTS_IN_BULK = {
+    "the other half of a word": (
+        "bits[2 * i % PIECE] | bits[(2 * i + 1) % PIECE] << 16",
+        "bits[(2 * i + 1) % PIECE] | bits[2 * i % PIECE] << 16",
+        VALUES,
+    ),
+    "rows that begin at the first one's residue": (
+        "(start + c * t.stride[1]) & (PIECE - 1)), after",
+        "start), after",
+        None,
+    ),
+    "elements of another residue": ("((start + i * t.stride[1]) & (PIECE - 1));", "start;", WRONG),
+    "no elements before whole pieces": ("i < min(first, count); ++i)", "i < 0; ++i)", WRONG),
+    "no elements behind whole pieces": (
+        "max(first, end), 0); i < count",
+        "max(first, end), 0); i < 0",
+        WRONG,
+    ),
+    "elements past the array": ("count + after <= left ? count + after", "true ? count + after", PAST),
+    "no wait for rows": ("    barrier_wait(landed, 0);\n\n    const int piece", "    const int piece", None),
+    "channels of the set before": ("first_piece * PIECE * t.stride[1] +", "0 * t.stride[1] +", VALUES),
+    "channels that are not zeros": (
+        "i = channels; i < of_set * PIECE;",
+        "i = channels; i < 0;",
+        WRONG,
+    ),
+    "a row past the last position": (
+        "position < count; position +=",
+        "position < (int)width; position +=",
+        BEYOND,
+    ),
+    "a piece past the last one": (
+        "first_piece + piece >= pieces) return;",
+        "first_piece + piece > pieces) return;",
+        BEYOND,
+    ),
+}
+FAULTS_BY_ELEMENTS = {
     "a position past the last one": ("place >= places) return;", "place > places) return;", PAST + "|wrote"),
     "channels that are not zeros": (
         "is_there && c < left ? bits_of(at[c * t.stride[1]]) : 0",
@@ -460,27 +511,29 @@ FAULTS_LAST = {
 }
 
 
-def run(this: Case, sources: dict[str, str] | None = None) -> None:
+def run(this: Case, sources: dict[str, str] | None = None, fewest: int = 128) -> None:
     defines = {"MAX_PRODUCTS": 8} if this.precision == "tf32" else {}
     with on_host(this, sources, defines), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_turn, "FEWEST_POSITIONS", fewest)
         patch.setattr(working, "FEW_POSITIONS", 0)
         patch.setattr(Work, "boxes", lambda *_: [(1, 4, 16)])
         patch.setattr(
             Work, "shares", lambda work, tile, boxes, *_: [Share(work.tiles_of_weights(tile), boxes, boxes // 2 + 1)]
         )
-        for extent in ((22, 16), (26, 19)):  # turned by eights, and by single positions
+        for extent in ((22, 16), (27, 19)):  # whole pieces, and others
             check("weight", this.problem(extent), this.dtype, precision=this.precision)
 
 
 @pytest.mark.parametrize(
     ("this", "fault"),
     [
-        *((THIS, fault) for fault in FAULTS.values()),
+        *((THIS, fault) for fault in (*FAULTS.values(), *FAULTS_IN_BULK.values())),
         *((LAST, fault) for fault in FAULTS_LAST.values()),
         *((TF32X3 if name in OF_PARTS else TF32, fault) for name, fault in FAULTS_FLOAT32.items()),
     ],
     ids=[
         *FAULTS,
+        *(f"in bulk: {name}" for name in FAULTS_IN_BULK),
         *(f"channels-last: {name}" for name in FAULTS_LAST),
         *(f"float32: {name}" for name in FAULTS_FLOAT32),
     ],
@@ -491,9 +544,16 @@ def test_fault_is_caught(this: Case, fault: tuple[str, str, str | None]) -> None
         run(this, plant(kernel_sources("weight_gradient_tma.cu"), before, after))
 
 
+@pytest.mark.parametrize(("before", "after", "caught_by"), FAULTS_BY_ELEMENTS.values(), ids=FAULTS_BY_ELEMENTS)
+def test_fault_of_single_elements_is_caught(before: str, after: str, caught_by: str) -> None:
+    with pytest.raises(AssertionError, match=caught_by):
+        run(THIS, plant(kernel_sources("weight_gradient_tma.cu"), before, after), fewest=10**6)
+
+
 @pytest.mark.parametrize("this", [THIS, LAST, TF32, TF32X3], ids=["rows", "channels-last", "tf32", "tf32x3"])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this)
+    run(this, fewest=10**6)
 
 
 # Of rows that are no whole runs: tile, dtype and precision, box, and what is planted.
