@@ -15,6 +15,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.launch import can_start_early
 from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
 from cuconvt.plan_correlate import make_correlate_plan
+from cuconvt.plan_correlate_turning import or_of_correlation
 from cuconvt.plan_search import kept_in
 from cuconvt.plan_turn import TURN_THREADS
 from cuconvt.plan_turned import turned
@@ -48,11 +49,15 @@ def weight_gradient(x: Any, y: Any, geometry: Geometry, precision: str | None, o
 def choose_correlate_plan(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
 ) -> Plan:
-    """Return the plan that a correlation uses: with a stride of 1, that of the transposed convolution that it is."""
+    """Return the plan that a correlation uses.
+
+    With a stride of 1 it is that of the transposed convolution that the correlation is, unless y is better turned.
+    """
     adjoint = turned(geometry, layout)
     if adjoint is None:
         return make_correlate_plan(geometry, dtype, layout, precision, device)
-    return choose_plan(adjoint[0], dtype, adjoint[1], precision, device)
+    plan = choose_plan(adjoint[0], dtype, adjoint[1], precision, device)
+    return plan if plan.tuned else or_of_correlation(plan, geometry, dtype, layout, precision, device)
 
 
 class WeightGradientLaunch(NamedTuple):

@@ -12,8 +12,9 @@ from dataclasses import replace
 from math import inf
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Ints, Layout, Plan, Refusal
+from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, show
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
+from cuconvt.plan_phase_wgmma_work import FEWEST_TURNED
 from cuconvt.plan_turn import Array, channels_last, reached, turn_of
 from cuconvt.plan_weight_gradient import MAX_WORKSPACE_BYTES
 from cuconvt.tensor_map import ITEMSIZES, reads
@@ -35,12 +36,24 @@ SMALL_OF_SPLIT = 1.12  # of small y, what is split for 3xTF32
 # a byte beyond the first 4 MB, by bytes of an element; fitted to 61 problems of up to 250 MB on an H200.
 COST_OF_LOOSE, LOOSE_FREE_BYTES = {2: (1.4, 0.06), 4: (1.0, 0.03)}, 4 * 2**20
 LOOSE_OF_FEW_AXES = 32 * 2**20  # bytes of such y up to which this holds with one or two axes
+# Without a stride: the same beside kernels of transposed convolutions, by bytes of an element and products, and a byte
+# beyond the first 16 MB; fitted to 74 problems of up to 153 MB on an H200.
+UNSTRIDED, UNSTRIDED_FREE_BYTES = {(2, 1): (1.0, 0.15), (4, 1): (1.35, 0.4), (4, 3): (1.2, 0.4)}, 16 * 2**20
 
 
 def plan_correlate_turning(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, most: float = inf
+    geometry: Geometry,
+    dtype: str,
+    layout: Layout,
+    precision: str | None,
+    device: Device,
+    most: float = inf,
+    unstrided: bool = False,
 ) -> Plan | Refusal:
-    """Propose the plan for channels-last y, or say why y is not turned; with `most`, also where it would cost more."""
+    """Propose the plan for channels-last y, or say why y is not turned; with `most`, also where it would cost more.
+
+    `unstrided` says that there is no stride, and that its cost will be compared with those of transposed convolutions.
+    """
     if precision == "ieee" or dtype not in ITEMSIZES:
         return Refusal(NAME, f"serves tensor cores' precisions, got {precision or dtype}")
     if geometry.c_out < FEWEST_CHANNELS:
@@ -53,9 +66,38 @@ def plan_correlate_turning(
         return Refusal(NAME, f"turned y takes {size} bytes, more than {MAX_WORKSPACE_BYTES}")
 
     def of_turned(layout: Layout) -> Plan | Refusal:
-        return plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=most)
+        return plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=most, gradient=True)
 
-    return turning(geometry, dtype, replace(layout, out=y.strides), precision, of_turned, first)
+    return turning(geometry, dtype, replace(layout, out=y.strides), precision, of_turned, first, unstrided)
+
+
+def or_of_correlation(
+    plan: Plan, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
+) -> Plan:
+    """Return the plan that a correlation without a stride has as a transposed convolution, or one of its own.
+
+    It may have y turned, where that costs less, and a tile that suits its size.
+    """
+    if plan.kernel == "correlate_wgmma":
+        other = plan_correlate_wgmma(geometry, dtype, layout, precision, device, gradient=True)
+        if isinstance(other, Plan) and other.tile != plan.tile:
+            return replace(other, cost=plan.cost, refused=plan.refused)
+        return plan
+    other = _plan_unstrided(geometry, dtype, layout, precision, device, plan.cost)
+    if isinstance(other, Plan) and other.cost < plan.cost:
+        other = replace(other, refused=(*plan.refused, f"{plan.kernel}: cost {plan.cost:.3g} against {other.cost:.3g}"))
+        show(other, geometry, dtype, precision)
+        return other
+    reason = f"cost {other.cost:.3g} against {plan.cost:.3g}" if isinstance(other, Plan) else other.reason
+    return replace(plan, refused=(*plan.refused, f"{NAME}: {reason}"))
+
+
+def _plan_unstrided(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, most: float
+) -> Plan | Refusal:
+    if geometry.groups > 1 or geometry.c_in < FEWEST_TURNED:
+        return Refusal(NAME, f"serves one group and at least {FEWEST_TURNED} channels of a result without a stride")
+    return plan_correlate_turning(geometry, dtype, layout, precision, device, most=most, unstrided=True)
 
 
 def turning(
@@ -65,6 +107,7 @@ def turning(
     precision: str | None,
     of_turned: Callable[[Layout], Plan | Refusal],
     first: int = 0,
+    unstrided: bool = False,
 ) -> Plan | Refusal:
     """Return the plan of the layout that turned y has, with what turns it from its element `first` on."""
     itemsize, turned = ITEMSIZES[dtype], turned_y(geometry, dtype)
@@ -75,8 +118,12 @@ def turning(
         return Refusal(NAME, "bulk tensor copies would not bring y")
     how, size = turn_of(Array(turned.extents, layout.out), first, layout.out_aligned, itemsize), turned.bytes(itemsize)
     products = 3 if precision == "tf32x3" else 1
-    is_loose = products == 1 and not how.aligned and (geometry.rank == 3 or size <= LOOSE_OF_FEW_AXES)
-    cost = _cost(plan.cost, size, itemsize, products, is_loose)
+    if unstrided:
+        compared, a_byte = UNSTRIDED[itemsize, products]
+        cost = compared * plan.cost + a_byte * max(0, size - UNSTRIDED_FREE_BYTES)
+    else:
+        is_loose = products == 1 and not how.aligned and (geometry.rank == 3 or size <= LOOSE_OF_FEW_AXES)
+        cost = _cost(plan.cost, size, itemsize, products, is_loose)
     return replace(with_copy_of_y(plan, how.turn, size), cost=cost, turn_shared_bytes=how.shared_bytes)
 
 

@@ -54,6 +54,9 @@ BOXED_COMPARED, MEASURED_CHANNELS = (1.15, 0.6, 1.35), 32
 # problem where that is small: in 17 of several taps this kernel took less time, or at most 2% more.
 SPLIT_COMPARED = 1.7, 0.85
 TURNED_SPLIT = 0.53
+# What a tile for a size must be estimated at, of the time of that for typical extents, to be taken without a stride,
+# but for 3xTF32: of 168 measured, 42 below took 0.80 of it in the mean (0.51 to 1.22), others as often more as less.
+LEAST_GAIN = 0.65
 OTHERS = 0.65  # the other kernels' estimates are as much more optimistic, beyond what the forward's are
 
 
@@ -65,10 +68,12 @@ def plan_correlate_wgmma(
     device: Device,
     tile: Tile | None = None,
     most: float = inf,
+    gradient: bool = False,
 ) -> Plan | Refusal:
     """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve.
 
-    Also where its cost must be more than `most`: to find the best of its tiles takes long.
+    Also where its cost must be more than `most`: to find the best of its tiles takes long. What is no forward
+    (`gradient`) may have another tile for another size without a stride, too.
     """
     if reason := refuse(geometry, dtype, precision, device):
         return Refusal("correlate_wgmma", reason)
@@ -99,24 +104,36 @@ def plan_correlate_wgmma(
         return Refusal("correlate_wgmma", reason)
     tile, cost, _ = min(choices, key=lambda choice: choice[2])
     if tile.boxed and tile.joined == 1:
-        tile = _tile_of_size(geometry, dtype, layout, precision, device, tile)
+        tile = _tile_of_size(geometry, dtype, layout, precision, device, tile, gradient)
     return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
 
 
 def _tile_of_size(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile
+    geometry: Geometry,
+    dtype: str,
+    layout: Layout,
+    precision: str | None,
+    device: Device,
+    tile: Tile,
+    gradient: bool,
 ) -> Tile:
     """Return the tile whose boxes take the least time for so many positions, or the given one.
 
-    That is where `Work.clocks_of_norm` estimates it.
+    That is where `Work.clocks_of_norm` estimates it well enough.
     """
     g, read = as_read(geometry, layout, tile.fold)
     work = Work(g, read, dtype, precision, tile.fold)
-    if (work.unstrided and work.parts == 1) or min(*g.out_extent, g.n) == 0:
+    is_rough = work.unstrided and work.parts == 1
+    if (is_rough and not gradient) or min(*g.out_extent, g.n) == 0:
         return tile
-    extents = tuple(map(step_of_size, g.out_extent))
-    of_size = choose_tile_of_size(work.shape, step_of_size(g.n) * g.groups, extents, device)
-    return tile if of_size is None else of_size[0]
+    times, extents = step_of_size(g.n) * g.groups, tuple(map(step_of_size, g.out_extent))
+    of_size = choose_tile_of_size(work.shape, times, extents, device)
+    if of_size is None:
+        return tile
+    if is_rough:
+        clocks = work.clocks_of_size(tile, times, extents, device)
+        return tile if clocks is not None and of_size[1] > LEAST_GAIN * clocks else of_size[0]
+    return of_size[0]
 
 
 def plan_turned_correlate_wgmma(

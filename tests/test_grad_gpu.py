@@ -293,6 +293,45 @@ def test_rows_turned_before(cupy: Any, by_turning: None, name: str, dtype: str, 
         check(operation, TURNED[name], dtype, cupy, precision)
 
 
+# Without a stride, where the planner turns y, too: rows in bulk, whatever their alignment, and small planes.
+UNSTRIDED = {
+    "image": case((3, 136, 33, 47), 136, 3, padding=1, has_bias=True),
+    "volume": case((2, 72, 9, 17, 30), 72, 3, padding=1),
+    "row": case((4, 64, 4097), 64, 7, padding=3, has_bias=True),
+    "dilated": case((2, 96, 31, 29), 133, 3, dilation=2),
+    "small": case((2, 320, 8, 8, 8), 320, 3, padding=1),
+    "planes": case((9, 264, 5, 7), 72, 3, padding=1),
+    "misaligned": case((2, 64, 19, 45), 48, 3, padding=1, out_layout="misaligned"),
+    "backwards": case((2, 64, 5, 19, 45), 48, 3, padding=1, x_layout="channels_last", out_layout="negative"),
+}
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
+@pytest.mark.parametrize("name", UNSTRIDED)
+def test_rows_turned_before_without_a_stride(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
+    from cuconvt.cuda_gradients import choose_correlate_plan
+
+    geometry = geometry_of(UNSTRIDED[name])
+    assert choose_correlate_plan(geometry, dtype, layout_of(geometry), precision, DEVICES[90]).turns
+    for operation in ("input", "conv"):
+        check(operation, UNSTRIDED[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32")])
+def test_tiles_for_a_size_without_a_stride(cupy: Any, dtype: str, precision: str | None) -> None:
+    from cuconvt.cuda_gradients import choose_correlate_plan
+
+    problem = dataclasses.replace(UNSTRIDED["small"], x_layout="channels_last", out_layout="channels_last")
+    larger = dataclasses.replace(problem, extent=(48, 48, 48))
+    tiles = [
+        choose_correlate_plan(geometry, dtype, layout_of(geometry, True), precision, DEVICES[90]).tile
+        for geometry in map(geometry_of, (problem, larger))
+    ]
+    assert tiles[0] != tiles[1]
+    for operation in ("input", "conv"):
+        check(operation, problem, dtype, cupy, precision)
+
+
 # Phases of y that are channels of a copy of it.
 ALIKE = {
     "spectrum": case((2, 70, 90), 1, 64, 16),
