@@ -15,7 +15,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.launch import can_start_early
 from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
 from cuconvt.plan_correlate import make_correlate_plan
-from cuconvt.plan_correlate_turning import or_of_correlation
+from cuconvt.plan_correlate_turning import plan_unstrided
 from cuconvt.plan_search import kept_in
 from cuconvt.plan_turn import TURN_THREADS
 from cuconvt.plan_turned import turned
@@ -57,7 +57,7 @@ def choose_correlate_plan(
     if adjoint is None:
         return make_correlate_plan(geometry, dtype, layout, precision, device)
     plan = choose_plan(adjoint[0], dtype, adjoint[1], precision, device)
-    return plan if plan.tuned else or_of_correlation(plan, geometry, dtype, layout, precision, device)
+    return plan if plan.tuned else plan_unstrided(plan, geometry, dtype, layout, precision, device)
 
 
 class WeightGradientLaunch(NamedTuple):

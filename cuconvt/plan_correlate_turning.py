@@ -71,28 +71,29 @@ def plan_correlate_turning(
     return turning(geometry, dtype, replace(layout, out=y.strides), precision, of_turned, first, unstrided)
 
 
-def or_of_correlation(
+def plan_unstrided(
     plan: Plan, geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device
 ) -> Plan:
     """Return the plan that a correlation without a stride has as a transposed convolution, or one of its own.
 
-    It may have y turned, where that costs less, and a tile that suits its size.
+    That one may have y turned, where it costs less, or a tile that suits the size, which a forward has not.
     """
     if plan.kernel == "correlate_wgmma":
         other = plan_correlate_wgmma(geometry, dtype, layout, precision, device, gradient=True)
-        if isinstance(other, Plan) and other.tile != plan.tile:
-            return replace(other, cost=plan.cost, refused=plan.refused)
-        return plan
-    other = _plan_unstrided(geometry, dtype, layout, precision, device, plan.cost)
-    if isinstance(other, Plan) and other.cost < plan.cost:
+        if isinstance(other, Refusal) or other.tile == plan.tile:
+            return plan
+        other = replace(other, cost=plan.cost, refused=plan.refused)
+    else:
+        other = _plan_turned(geometry, dtype, layout, precision, device, plan.cost)
+        if isinstance(other, Refusal) or other.cost >= plan.cost:
+            reason = other.reason if isinstance(other, Refusal) else f"cost {other.cost:.3g} against {plan.cost:.3g}"
+            return replace(plan, refused=(*plan.refused, f"{NAME}: {reason}"))
         other = replace(other, refused=(*plan.refused, f"{plan.kernel}: cost {plan.cost:.3g} against {other.cost:.3g}"))
-        show(other, geometry, dtype, precision)
-        return other
-    reason = f"cost {other.cost:.3g} against {plan.cost:.3g}" if isinstance(other, Plan) else other.reason
-    return replace(plan, refused=(*plan.refused, f"{NAME}: {reason}"))
+    show(other, geometry, dtype, precision)
+    return other
 
 
-def _plan_unstrided(
+def _plan_turned(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, most: float
 ) -> Plan | Refusal:
     if geometry.groups > 1 or geometry.c_in < FEWEST_TURNED:

@@ -19,7 +19,7 @@ from cuconvt.bench.cases import CASES, PRECISIONS
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Layout, Plan, make_plan
 from cuconvt.plan_correlate import make_correlate_plan
-from cuconvt.plan_correlate_turning import or_of_correlation
+from cuconvt.plan_correlate_turning import plan_unstrided
 from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import make_weight_gradient_plan
 
@@ -97,5 +97,5 @@ def operations(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
         yield make_correlate_plan(geometry, dtype, layout, precision, device)
     else:
         plan = make_plan(adjoint[0], dtype, adjoint[1], precision, device)
-        yield or_of_correlation(plan, geometry, dtype, layout, precision, device)
+        yield plan_unstrided(plan, geometry, dtype, layout, precision, device)
     yield make_weight_gradient_plan(geometry, dtype, layout, precision, device)

@@ -22,7 +22,7 @@ from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
 from cuconvt.plan_correlate_gemm import plan_correlate_gemm
 from cuconvt.plan_correlate_narrow import plan_correlate_narrow
 from cuconvt.plan_correlate_rows import plan_correlate_rows
-from cuconvt.plan_correlate_turning import or_of_correlation
+from cuconvt.plan_correlate_turning import plan_unstrided
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 from cuconvt.plan_correlate_wgmma_work import Work
 from cuconvt.plan_turned import turned
@@ -470,7 +470,7 @@ def unstrided(problem: Problem, dtype: str, precision: str | None = None, last: 
     adjoint = turned(geometry, layout)
     assert adjoint is not None
     plan = make_plan(adjoint[0], dtype, adjoint[1], precision, DEVICES[90])
-    return or_of_correlation(plan, geometry, dtype, layout, precision, DEVICES[90])
+    return plan_unstrided(plan, geometry, dtype, layout, precision, DEVICES[90])
 
 
 def test_the_kernels_of_transposed_convolutions_serve_a_stride_of_1() -> None:
