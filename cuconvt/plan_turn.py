@@ -62,10 +62,6 @@ class Turned(NamedTuple):
     aligned: bool  # whether all pieces of its rows are
     shared_bytes: int  # of a block
 
-    @property
-    def blocks(self) -> int:
-        return self.turn[-1]
-
 
 def turn_of(array: Array, first: int, aligned: bool, itemsize: int) -> Turned:
     """Return how an array is turned whose element `first` is the first one to read."""
