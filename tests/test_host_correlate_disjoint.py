@@ -148,7 +148,7 @@ def faulty_case(dtype: str = "bfloat16", kernel: Ints = (2, 2)) -> Case:
 HALVES, THREE, VOLUMES = faulty_case(), faulty_case("float32"), faulty_case(kernel=(1, 2, 2))
 # A replacement in the source, the message of the check that must catch it, and the case.
 FAULTS = {
-    "no wait for weights": ("    barrier_wait(landed, 0);\n", "", UNFILLED, HALVES),
+    "no wait for weights": ("    barrier_wait(landed, 0);\n\n    for (;", "    for (;", UNFILLED, HALVES),
     "no wait for the kernel that packs": (
         "wait_for_kernel_before();  // it packs the weights\nbarrier",
         "barrier",

@@ -388,12 +388,14 @@ FAULTS = {
     "no wait for the kernel that packs, disjoint": disjoint_fault(
         "wait_for_kernel_before();  // it packs the weights\nbarrier", "barrier", KERNEL_BEFORE
     ),
-    "no wait for weights, disjoint": disjoint_fault("    barrier_wait(landed, 0);\n", "", UNFILLED),
+    "no wait for weights, disjoint": disjoint_fault(
+        "    barrier_wait(landed, 0);\n\n    for (;", "    for (;", UNFILLED
+    ),
     "fewer weights announced than come": disjoint_fault(
         "count * SLOT * (int)sizeof(Piece));", "SLOT * (int)sizeof(Piece));", "announced|more bytes|" + UNFILLED
     ),
     "a barrier that others do not see yet": disjoint_fault(
-        "        barrier_init_done();\n", "", "barrier_init_done|fence"
+        "barrier_init_done();\n        wait_for", "wait_for", "barrier_init_done|fence"
     ),
     "sums before their products are complete": disjoint_fault(
         "step > 0);\n}\nwgmma_commit();\nwgmma_wait<0>();",
