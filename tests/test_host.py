@@ -322,9 +322,12 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
 
 @pytest.mark.parametrize("name", FEW_RESULTS)
 def test_few_results(name: str) -> None:
+    problem = FEW_RESULTS[name]
+    if name == "many_channels":  # which take long
+        problem = dataclasses.replace(problem, n=1, extent=(11, 36))
     for dtype, precision in (("float16", None), ("float32", "tf32"), ("float32", "tf32x3")):
         with on_host("tap_columns", DEVICES[90], precision):
-            check(FEW_RESULTS[name], dtype, precision=precision, calls=2)
+            check(problem, dtype, precision=precision, calls=2)
 
 
 def test_columns_are_read_and_stored_in_both_ways() -> None:

@@ -553,7 +553,8 @@ def test_fault_of_single_elements_is_caught(before: str, after: str, caught_by: 
 @pytest.mark.parametrize("this", [THIS, LAST, TF32, TF32X3], ids=["rows", "channels-last", "tf32", "tf32x3"])
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this)
-    run(this, fewest=10**6)
+    if this is THIS:
+        run(this, fewest=10**6)
 
 
 # Of rows that are no whole runs: tile, dtype and precision, box, and what is planted.
