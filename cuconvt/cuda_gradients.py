@@ -51,7 +51,8 @@ def choose_correlate_plan(
 ) -> Plan:
     """Return the plan that a correlation uses.
 
-    With a stride of 1 it is that of the transposed convolution that the correlation is, unless y is better turned.
+    With a stride of 1 it is that of the transposed convolution that the correlation is, or one of its own where that
+    is estimated to take less time.
     """
     adjoint = turned(geometry, layout)
     if adjoint is None:

@@ -66,7 +66,7 @@ def plan_correlate_turning(
         return Refusal(NAME, f"turned y takes {size} bytes, more than {MAX_WORKSPACE_BYTES}")
 
     def of_turned(layout: Layout) -> Plan | Refusal:
-        return plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=most, gradient=True)
+        return plan_correlate_wgmma(geometry, dtype, layout, precision, device, most=most, sized=True)
 
     return turning(geometry, dtype, replace(layout, out=y.strides), precision, of_turned, first, unstrided)
 
@@ -79,7 +79,7 @@ def plan_unstrided(
     That one may have y turned, where it costs less, or a tile that suits the size, which a forward has not.
     """
     if plan.kernel == "correlate_wgmma":
-        other = plan_correlate_wgmma(geometry, dtype, layout, precision, device, gradient=True)
+        other = plan_correlate_wgmma(geometry, dtype, layout, precision, device, sized=True)
         if isinstance(other, Refusal) or other.tile == plan.tile:
             return plan
         other = replace(other, cost=plan.cost, refused=plan.refused)

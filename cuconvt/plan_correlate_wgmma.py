@@ -68,12 +68,12 @@ def plan_correlate_wgmma(
     device: Device,
     tile: Tile | None = None,
     most: float = inf,
-    gradient: bool = False,
+    sized: bool = False,
 ) -> Plan | Refusal:
     """Propose the tile with the least estimated time, or a given one, or say why wgmma does not serve.
 
-    Also where its cost must be more than `most`: to find the best of its tiles takes long. What is no forward
-    (`gradient`) may have another tile for another size without a stride, too.
+    Also where its cost must be more than `most`: to find the best of its tiles takes long. With `sized`, the tile may
+    suit the size without a stride, too: not that of a transposed convolution, which is compiled for no extents.
     """
     if reason := refuse(geometry, dtype, precision, device):
         return Refusal("correlate_wgmma", reason)
@@ -104,7 +104,7 @@ def plan_correlate_wgmma(
         return Refusal("correlate_wgmma", reason)
     tile, cost, _ = min(choices, key=lambda choice: choice[2])
     if tile.boxed and tile.joined == 1:
-        tile = _tile_of_size(geometry, dtype, layout, precision, device, tile, gradient)
+        tile = _tile_of_size(geometry, dtype, layout, precision, device, tile, sized)
     return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
 
 
@@ -115,7 +115,7 @@ def _tile_of_size(
     precision: str | None,
     device: Device,
     tile: Tile,
-    gradient: bool,
+    sized: bool,
 ) -> Tile:
     """Return the tile whose boxes take the least time for so many positions, or the given one.
 
@@ -124,7 +124,7 @@ def _tile_of_size(
     g, read = as_read(geometry, layout, tile.fold)
     work = Work(g, read, dtype, precision, tile.fold)
     is_rough = work.unstrided and work.parts == 1
-    if (is_rough and not gradient) or min(*g.out_extent, g.n) == 0:
+    if (is_rough and not sized) or min(*g.out_extent, g.n) == 0:
         return tile
     times, extents = step_of_size(g.n) * g.groups, tuple(map(step_of_size, g.out_extent))
     of_size = choose_tile_of_size(work.shape, times, extents, device)

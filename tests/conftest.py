@@ -40,6 +40,15 @@ def why_no_gpu() -> str | None:
         return f"no CUDA GPU: {error}"
 
 
+@pytest.fixture
+def rows_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of arrays that are turned, small ones have rows that come in bulk, too, and most of these are several blocks'."""
+    from cuconvt import plan_turn
+
+    monkeypatch.setattr(plan_turn, "FEWEST_POSITIONS", 60)
+    monkeypatch.setattr(plan_turn, "PIECES_OF_BLOCK", 256)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     # A worker of `-n` that has nothing left takes tests from another: some take a hundred times as long as most.

@@ -31,26 +31,21 @@ from host_gradients import check_drawn, gradients_on_host, specialisation
 from strategies import Problem, case
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
-from cuconvt import plan_turn
 from cuconvt.plan import Device, Plan
 from cuconvt.plan_correlate_turning import plan_correlate_turning, turned_y
 from cuconvt.plan_correlate_wgmma import _can_fold, _groups_of_row, as_read, plan_correlate_wgmma, tiles
 from cuconvt.plan_correlate_wgmma_work import Tile, Work
 from cuconvt.tensor_map import ITEMSIZES
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.usefixtures("rows_of_several_blocks"),
+]
 
 BUDGET = 0.03  # a wgmma of 128 threads takes longer than its products
 CASES = cases()
 BOXED_CASES = boxed_cases()
 TURNED_CASES = turned_cases()
-
-
-@pytest.fixture(autouse=True)
-def rows_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of arrays that are turned, small ones have rows that come in bulk, too, and most of these are several blocks'."""
-    monkeypatch.setattr(plan_turn, "FEWEST_POSITIONS", 60)
-    monkeypatch.setattr(plan_turn, "PIECES_OF_BLOCK", 256)
 
 
 @pytest.mark.parametrize("name", CASES)

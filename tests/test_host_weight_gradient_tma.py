@@ -40,18 +40,14 @@ from cuconvt.plan_weight_gradient_tma_sides import Sides
 from cuconvt.plan_weight_gradient_tma_work import COPIER_REGISTERS, MAX_REGISTERS, Shape, Share, Tile, Work
 from cuconvt.tensor_map import TensorMap, reads
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.usefixtures("rows_of_several_blocks"),
+]
 
 CASES = cases()
 BUDGET = 0.05
 LONGEST = {1: (120,), 2: (8, 20), 3: (3, 5, 12)}
-
-
-@pytest.fixture(autouse=True)
-def rows_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of arrays that are turned, small ones have rows that come in bulk, too, and most of these are several blocks'."""
-    monkeypatch.setattr(plan_turn, "FEWEST_POSITIONS", 60)
-    monkeypatch.setattr(plan_turn, "PIECES_OF_BLOCK", 256)
 
 
 @pytest.mark.parametrize("name", CASES)

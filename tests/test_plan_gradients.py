@@ -22,10 +22,8 @@ from cuconvt.plan_correlate_few_channels import plan_correlate_few_channels
 from cuconvt.plan_correlate_gemm import plan_correlate_gemm
 from cuconvt.plan_correlate_narrow import plan_correlate_narrow
 from cuconvt.plan_correlate_rows import plan_correlate_rows
-from cuconvt.plan_correlate_turning import plan_unstrided
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 from cuconvt.plan_correlate_wgmma_work import Work
-from cuconvt.plan_turned import turned
 from cuconvt.plan_weight_gradient import (
     MAX_WORKSPACE_BYTES,
     make_weight_gradient_plan,
@@ -463,32 +461,34 @@ def test_large_arrays_and_far_positions_take_64_bits(family: object) -> None:
     assert index64(case((1, 4, 3, 3), 4, (2, 1), (1, 2**30), padding=(0, 2**30 - 1))) == 1
 
 
-def unstrided(problem: Problem, dtype: str, precision: str | None = None, last: bool = False) -> Plan:
-    """Return the plan of a correlation without a stride, as the CUDA backend chooses it."""
+def chosen(problem: Problem, dtype: str, precision: str | None = None, last: bool = False) -> Plan:
+    """Return the plan of a correlation as the CUDA backend chooses it."""
+    choose = pytest.importorskip("cuconvt.cuda_gradients", reason="needs CuPy").choose_correlate_plan
     geometry = geometry_of(problem)
-    layout = layout_of(geometry, last)
-    adjoint = turned(geometry, layout)
-    assert adjoint is not None
-    plan = make_plan(adjoint[0], dtype, adjoint[1], precision, DEVICES[90])
-    return plan_unstrided(plan, geometry, dtype, layout, precision, DEVICES[90])
+    return choose(geometry, dtype, layout_of(geometry, last), precision, DEVICES[90])
+
+
+@pytest.mark.parametrize(("fixed", "kernel"), [("kb61", "correlate_wgmma"), ("kb73", "correlate_narrow")])
+def test_a_correlation_is_planned_by_its_stride(fixed: str, kernel: str) -> None:
+    assert chosen(FIXED[fixed], "bfloat16").kernel == kernel
 
 
 def test_the_kernels_of_transposed_convolutions_serve_a_stride_of_1() -> None:
-    few_results = unstrided(case((2, 32, 9, 17, 30), 32, 3), "bfloat16")
+    few_results = chosen(case((2, 32, 9, 17, 30), 32, 3), "bfloat16")
     assert few_results.kernel == "phase_wgmma"
     assert any("at least 40 channels" in reason for reason in few_results.refused)
-    grouped = unstrided(case((2, 64, 9, 17, 30), 64, 3, groups=8), "bfloat16")
+    grouped = chosen(case((2, 64, 9, 17, 30), 64, 3, groups=8), "bfloat16")
     assert grouped.kernel != "correlate_wgmma"
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float16", None), ("float32", "tf32")])
 def test_y_in_rows_is_turned_without_a_stride(dtype: str, precision: str | None) -> None:
     image = case((8, 256, 32, 32), 256, 3, padding=1)
-    plan = unstrided(image, dtype, precision)
+    plan = chosen(image, dtype, precision)
     assert (plan.kernel, dict(plan.defines)["X_TURNED"]) == ("correlate_wgmma", 1)
     assert any(reason.startswith("phase_wgmma: cost") for reason in plan.refused)
-    assert not unstrided(image, dtype, precision, last=True).turns
-    large = unstrided(case((8, 64, 512, 512), 64, 3, padding=1), dtype, precision)
+    assert not chosen(image, dtype, precision, last=True).turns
+    large = chosen(case((8, 64, 512, 512), 64, 3, padding=1), dtype, precision)
     assert not large.turns  # more bytes than a workspace has, or than pay
 
 
@@ -497,10 +497,10 @@ def test_tiles_of_correlations_without_a_stride_suit_small_sizes() -> None:
     small = case((2, 320, 8, 8, 8), 320, 3, padding=1)
     geometry = geometry_of(small)
     forward = make_plan(geometry, "bfloat16", layout_of(geometry, True), None, DEVICES[90])
-    plan = unstrided(small, "bfloat16", last=True)
+    plan = chosen(small, "bfloat16", last=True)
     assert forward.kernel == plan.kernel == "correlate_wgmma"
     assert plan.tile.rows * plan.tile.tiles_c < forward.tile.rows * forward.tile.tiles_c
-    larger = unstrided(case((2, 320, 48, 48, 48), 320, 3, padding=1), "bfloat16", last=True)
+    larger = chosen(case((2, 320, 48, 48, 48), 320, 3, padding=1), "bfloat16", last=True)
     assert larger.tile == forward.tile
 
 
