@@ -15,6 +15,7 @@ from cuconvt.plan import (
     Layout,
     Plan,
     Refusal,
+    axis_macros,
     problem_parameters,
     refuse_steps,
     refuse_taps,
@@ -23,7 +24,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_copies import x_copy_macros
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_correlate_wgmma_work import MAX_CLASSES, REGISTERS, Tile, Work
+from cuconvt.plan_correlate_wgmma_work import MAX_CLASSES, PLAIN, REGISTERS, Tile, Way, Work
 from cuconvt.plan_phase_wgmma_work import FEWEST_TURNED
 from cuconvt.plan_search import cheapest_tile, remembered, step_of_size
 from cuconvt.plan_turned import turned
@@ -78,15 +79,9 @@ def plan_correlate_wgmma(
     if reason := refuse(geometry, dtype, precision, device):
         return Refusal("correlate_wgmma", reason)
     if tile is not None:
-        work = Work(*as_read(geometry, layout, tile.fold, tile.joined), dtype, precision, tile.fold, tile.joined)
-        cost = work.typical_cost(tile, device)
+        cost = work_of(geometry, layout, dtype, precision, tile.way).typical_cost(tile, device)
         return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
-    ways = [(1, 1)]  # taps along W that are channels, and groups that are one
-    if _can_fold(geometry, layout, dtype, precision):
-        ways.append((geometry.kernel[2], 1))
-    if (joined := _groups_of_row(geometry, layout, dtype, precision)) > 1:
-        ways.append((1, joined))
-    works = [Work(*as_read(geometry, layout, *way), dtype, precision, *way) for way in ways]
+    works = works_of(geometry, layout, dtype, precision)
     shapes = [work.shape for work in works if work.too_many_classes() is None]
     if not shapes:
         return Refusal("correlate_wgmma", str(works[0].too_many_classes()))
@@ -108,6 +103,24 @@ def plan_correlate_wgmma(
     return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
 
 
+def works_of(geometry: Geometry, layout: Layout, dtype: str, precision: str | None) -> list[Work]:
+    """Return the problem in each of the ways in which it can become one of boxes, the plain one first."""
+    plain = work_of(geometry, layout, dtype, precision)
+    ways = []
+    if _can_fold(geometry, layout, dtype, precision):
+        ways.append(Way(fold=geometry.kernel[2]))
+    if (joined := _groups_of_row(geometry, layout, dtype, precision)) > 1:
+        ways.append(Way(joined=joined))
+    if plain.can_be_boxed:
+        ways += [Way(apart=apart) for apart in plain.can_be_apart()]
+    return [plain, *(work_of(geometry, layout, dtype, precision, way) for way in ways)]
+
+
+def work_of(geometry: Geometry, layout: Layout, dtype: str, precision: str | None, way: Way = PLAIN) -> Work:
+    """Return the problem in one of these ways."""
+    return Work(*as_read(geometry, layout, way.fold, way.joined), dtype, precision, way)
+
+
 def _tile_of_size(
     geometry: Geometry,
     dtype: str,
@@ -121,8 +134,8 @@ def _tile_of_size(
 
     That is where `Work.clocks_of_norm` estimates it well enough.
     """
-    g, read = as_read(geometry, layout, tile.fold)
-    work = Work(g, read, dtype, precision, tile.fold)
+    g, _ = as_read(geometry, layout, tile.fold)
+    work = work_of(geometry, layout, dtype, precision, tile.way)
     is_rough = work.unstrided and work.parts == 1
     if (is_rough and not sized) or min(*g.out_extent, g.n) == 0:
         return tile
@@ -149,7 +162,7 @@ def plan_turned_correlate_wgmma(
         return Refusal("correlate_wgmma", f"serves at least {FEWEST_TURNED} channels of a group's result")
     if precision == "tf32x3" and prod(geometry.kernel) == 1:
         return Refusal("correlate_wgmma", "several taps share what is split for them")
-    if not Work(*as_read(*correlation), dtype, precision).shape.boxes:
+    if not work_of(*correlation, dtype, precision).shape.boxes:
         return Refusal("correlate_wgmma", "bulk tensor copies cannot bring x")
     return _compared_turned(
         plan_correlate_wgmma(correlation[0], dtype, correlation[1], precision, device, tile), precision
@@ -171,8 +184,8 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
         return
     assert correlation is not None
     yield proposed
-    work = Work(*as_read(*correlation), dtype, precision)
-    for tile in tiles(work):
+    every = ((work, tile) for work in works_of(*correlation, dtype, precision) for tile in tiles(work))
+    for work, tile in every:
         cost = work.typical_cost(tile, device) if tile.boxed else None
         if cost is None:
             continue
@@ -194,7 +207,7 @@ def _can_fold(geometry: Geometry, layout: Layout, dtype: str, precision: str | N
         return False
     if taps * g.c_out * itemsize > FOLDED_BYTES or precision == "tf32x3":
         return False
-    return Work(*as_read(g, layout, taps), dtype, precision).shape.boxes
+    return work_of(g, layout, dtype, precision, Way(fold=taps)).shape.boxes
 
 
 def _groups_of_row(geometry: Geometry, layout: Layout, dtype: str, precision: str | None) -> int:
@@ -209,7 +222,7 @@ def _groups_of_row(geometry: Geometry, layout: Layout, dtype: str, precision: st
     fits = (n for n in (16, 8, 4, 2) if not g.groups % n and n * g.c_out_per_group * itemsize in ROWS_OF_GROUPS)
     count = next(fits, 1)
     is_narrow = count * g.c_in_per_group <= MAX_COLUMNS
-    return count if is_narrow and Work(*as_read(g, layout, 1, count), dtype, precision, 1, count).shape.boxes else 1
+    return count if is_narrow and work_of(g, layout, dtype, precision, Way(joined=count)).shape.boxes else 1
 
 
 def as_read(geometry: Geometry, layout: Layout, fold: int = 1, joined: int = 1) -> tuple[Geometry, Layout]:
@@ -247,8 +260,10 @@ def plan_tile(
         return Refusal("correlate_wgmma", "taps of this tile are no channels of x")
     if tile.joined > 1 and tile.joined != _groups_of_row(geometry, layout, dtype, precision):
         return Refusal("correlate_wgmma", "groups of this tile are no row")
+    if any(tile.apart) and not tile.boxed:
+        return Refusal("correlate_wgmma", "only bulk tensor copies bring a box for each tap")
     g, read = as_read(geometry, layout, tile.fold, tile.joined)
-    work = Work(g, read, dtype, precision, tile.fold, tile.joined)
+    work = Work(g, read, dtype, precision, tile.way)
     if tile.boxed and not work.shape.boxes:
         return Refusal("correlate_wgmma", "bulk tensor copies of this tile cannot bring x")
     tiles_c = -(-g.c_out_per_group // (8 * tile.tiles_c))
@@ -264,6 +279,7 @@ def plan_tile(
     x_vector = work.reads_vectors(tile, g, read)
     own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64, "BOXED": tile.boxed}
     own |= {"FOLD": tile.fold, "JOINED": tile.joined, "STORE_ALONE": work.stores_alone(tile)}
+    own |= axis_macros(APART=tile.apart)
     if not tile.boxed:
         own |= x_copy_macros(g, read, work.shape.itemsize)
     registers = work.registers(tile)
@@ -354,7 +370,9 @@ def tiles(work: Work) -> Iterator[Tile]:
     # Without a stride, boxes have the least estimated time wherever they fit: in all of 1056 problems. In 3xTF32 they
     # took less time than pieces that threads copy, or at most 7% more.
     many_classes = any(count > most for count, most in zip(work.live, MAX_CLASSES, strict=True))
-    alone = boxed_kinds and (max(shape.stride) == 1 or shape.fold > 1 or many_classes or shape.products == 3)
+    alone = boxed_kinds and (
+        max(shape.stride) == 1 or shape.fold > 1 or any(shape.apart) or many_classes or shape.products == 3
+    )
     kinds = boxed_kinds if alone else [*((kind, False) for kind in REGISTERS), *boxed_kinds]
     for ((workers, stagers, blocks), boxed), merge_w, tiles_c, tiles_m, classes, steps, deep in itertools.product(
         kinds,
@@ -389,6 +407,7 @@ def tiles(work: Work) -> Iterator[Tile]:
             boxed=boxed,
             fold=shape.fold,
             joined=shape.joined,
+            apart=shape.apart,
         )
         if shape.joined > 1 and not (boxed and work.channels(tile) == shape.c_in and tiles_c == eights):
             continue

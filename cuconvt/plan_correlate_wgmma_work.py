@@ -97,6 +97,17 @@ TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
 TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), (16, 16, 16), (32, 32, 32), (48, 48, 48))}
 
 
+class Way(NamedTuple):
+    """How a problem becomes one of boxes: the fields are those of a tile and of a shape."""
+
+    fold: int = 1
+    joined: int = 1
+    apart: Ints = (0, 0, 0)
+
+
+PLAIN = Way()
+
+
 @dataclass(frozen=True)
 class Tile(wgmma.Tile):
     """The compile-time shape of a block; the fields are the macros of the kernel. K steps count all classes."""
@@ -105,10 +116,15 @@ class Tile(wgmma.Tile):
     slot_classes: int = 1  # of these, how many have their weights in one slot
     fold: int = 1  # taps along W that are channels of x
     joined: int = 1  # groups that are staged as one
+    apart: Ints = (0, 0, 0)  # whether each tap along an axis has boxes of its own
 
     @property
     def class_steps(self) -> int:
         return self.k_steps // self.classes
+
+    @property
+    def way(self) -> Way:
+        return Way(self.fold, self.joined, self.apart)
 
 
 class Work(WorkOnPlanes):
@@ -117,9 +133,7 @@ class Work(WorkOnPlanes):
     extents = extents_of_rows = TYPICAL_EXTENTS
     extents_of_wide = extents_of_wide_rows = extents_of_wide_boxed = TYPICAL_EXTENTS_OF_WIDE
 
-    def __init__(
-        self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None, fold: int = 1, joined: int = 1
-    ):
+    def __init__(self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None, way: Way = PLAIN):
         itemsize = 4 if dtype == "float32" else 2
         self.shape = Shape.of(
             geometry,
@@ -129,10 +143,11 @@ class Work(WorkOnPlanes):
             out_channels_last=layout.out_channels_last,
             pairs=False,
             late=(0, 0, 0),
-            boxes=(precision != "tf32x3" or fold == joined == 1)
-            and can_be_boxed(geometry, layout, itemsize, 1 if joined > 1 else CHANNELS),
-            fold=fold,
-            joined=joined,
+            boxes=(precision != "tf32x3" or way.fold == way.joined == 1)
+            and can_be_boxed(geometry, layout, itemsize, 1 if way.joined > 1 else CHANNELS),
+            fold=way.fold,
+            joined=way.joined,
+            apart=way.apart,
         )
         self._derive()
 
@@ -158,6 +173,14 @@ class Work(WorkOnPlanes):
     @property
     def can_be_boxed(self) -> bool:
         return self.shape.boxes and max(self.shape.stride) <= MAX_STEP
+
+    def can_be_apart(self) -> list[Ints]:
+        """Return the axes along which taps may have boxes of their own, 1 for each: dilated ones, all or some.
+
+        Those of taps next to each other would have most in common.
+        """
+        d, h, w = (int(reach >= taps > 1) for reach, taps in zip(self.halo, self.taps, strict=True))
+        return [apart for apart in dict.fromkeys(((d, h, w), (d, h, 0), (0, 0, w))) if any(apart)]
 
     def reach(self, tile: wgmma.Tile) -> Ints:
         return self.halo

@@ -149,6 +149,7 @@ class Shape:
     boxes: bool = False  # whether bulk tensor copies can bring x
     fold: int = 1  # taps along W that are channels of x
     joined: int = 1  # groups that are staged as one
+    apart: Ints = (0, 0, 0)  # whether each tap along an axis has boxes of its own
     whole_chunks: bool = False  # whether boxes may have no channels beyond the last one, which are another group's
 
     @classmethod
@@ -188,7 +189,9 @@ class Sizes:
         self.tile: Tile | None = None  # the last one whose sizes were asked for, and these: see `of_tile`
         self.sizes: dict[Any, Any] = {}
         gcds = [gcd(stride, dilation) for stride, dilation in zip(s.stride, s.dilation, strict=True)]
-        self.steps = [stride // g for stride, g in zip(s.stride, gcds, strict=True)]
+        self.steps = [
+            k if alone else stride // g for k, alone, stride, g in zip(s.kernel, s.apart, s.stride, gcds, strict=True)
+        ]
         hops = [dilation // g for dilation, g in zip(s.dilation, gcds, strict=True)]
         taps = [-(-k // step) for k, step in zip(s.kernel, self.steps, strict=True)]  # of a phase, at most
         of_all = [

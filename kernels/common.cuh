@@ -170,9 +170,10 @@ __device__ __forceinline__ bool within(Index position, long long extent) { retur
 
 // The taps of one axis. With r the phase, tap k reaches it when k * DILATION = r (mod STRIDE), and then reads the input
 // at q - back(k). The taps of a phase are `STEP` apart, and each next one reads `HOP` further back.
-template <int KERNEL, int STRIDE, int DILATION> struct Axis {
+// With EVERY_TAP, a step is one of all taps, of which each is alone.
+template <int KERNEL, int STRIDE, int DILATION, bool EVERY_TAP = false> struct Axis {
     static constexpr int GCD = gcd(STRIDE, DILATION);
-    static constexpr int STEP = STRIDE / GCD;
+    static constexpr int STEP = EVERY_TAP ? KERNEL : STRIDE / GCD;
     static constexpr int HOP = DILATION / GCD;
     static constexpr int MAX_TAPS = ceil_div(KERNEL, STEP);  // of one phase
     static constexpr int REACH = (KERNEL - 1) * DILATION / STRIDE;  // furthest back of all taps

@@ -31,6 +31,11 @@
 #ifndef BOXED  // whether bulk tensor copies bring x
 #define BOXED 0
 #endif
+#ifndef APART_D  // whether each tap along an axis has boxes of its own, without a halo
+#define APART_D 0
+#define APART_H 0
+#define APART_W 0
+#endif
 #ifndef X_STAGES
 #define X_STAGES 2
 #endif
@@ -61,9 +66,9 @@
 #define STAGER_REGISTERS 56
 #endif
 
-typedef Axis<KERNEL_D, STRIDE_D, DILATION_D> AxisD;
-typedef Axis<KERNEL_H, STRIDE_H, DILATION_H> AxisH;
-typedef Axis<KERNEL_W, STRIDE_W, DILATION_W> AxisW;
+typedef Axis<KERNEL_D, STRIDE_D, DILATION_D, APART_D> AxisD;
+typedef Axis<KERNEL_H, STRIDE_H, DILATION_H, APART_H> AxisH;
+typedef Axis<KERNEL_W, STRIDE_W, DILATION_W, APART_W> AxisW;
 
 constexpr int WORKER_THREADS = 128 * WORKERS;
 constexpr int THREADS = WORKER_THREADS + 128 * STAGER_GROUPS;

@@ -382,6 +382,9 @@ BOXED = {
     "folded": case((2, 64, 9, 20, 25), 32, 2, stride=2, has_bias=True, **LAST),
     "folded_by_four": case((4, 48, 515), 16, 4, stride=4, padding=4, **LAST),
     "folded_along_w": case((3, 40, 18, 37), 16, (3, 2), stride=(1, 2), out_layout="channels_last"),
+    # Taps with boxes of their own.
+    "apart": case((2, 40, 6, 11, 13), 64, 3, stride=2, padding=2, dilation=3, **LAST),
+    "apart_rows_of_x": case((3, 72, 17, 40), 48, (3, 4), stride=(3, 2), dilation=(2, 5), out_layout="channels_last"),
     # Groups that are brought as one row.
     "joined": case((2, 128, 7, 17, 24), 128, 3, stride=2, padding=1, groups=8, has_bias=True, **LAST),
     "joined_rows_of_x": case((2, 96, 33, 40), 64, (3, 4), stride=2, padding=1, groups=4, out_layout="channels_last"),
@@ -393,14 +396,12 @@ def boxed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plan correlations with one of the tiles for which bulk tensor copies bring y, drawn by a number."""
     from cuconvt import cuda_gradients
     from cuconvt import plan_correlate_wgmma as wgmma
-    from cuconvt.plan_correlate_wgmma_work import Work
 
     def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
-        fold = geometry.kernel[2] if wgmma._can_fold(geometry, layout, dtype, precision) else 1
-        joined = wgmma._groups_of_row(geometry, layout, dtype, precision)
-        work = Work(*wgmma.as_read(geometry, layout, fold, joined), dtype, precision, fold, joined)
-        tiles = [tile for tile in wgmma.tiles(work) if tile.boxed]
-        for tile in random.Random(request.param).sample(tiles, len(tiles)):
+        choose = random.Random(request.param)
+        plain, *others = wgmma.works_of(geometry, layout, dtype, precision)
+        tiles = [tile for tile in wgmma.tiles(choose.choice(others or [plain])) if tile.boxed]
+        for tile in choose.sample(tiles, len(tiles)):
             found = wgmma.plan_tile(geometry, dtype, layout, precision, device, tile)
             if isinstance(found, Plan):
                 return found

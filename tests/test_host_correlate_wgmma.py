@@ -33,8 +33,15 @@ from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 from cuconvt.plan import Device, Plan
 from cuconvt.plan_correlate_turning import plan_correlate_turning, turned_y
-from cuconvt.plan_correlate_wgmma import _can_fold, _groups_of_row, as_read, plan_correlate_wgmma, tiles
-from cuconvt.plan_correlate_wgmma_work import Tile, Work
+from cuconvt.plan_correlate_wgmma import (
+    _can_fold,
+    _groups_of_row,
+    as_read,
+    plan_correlate_wgmma,
+    tiles,
+    works_of,
+)
+from cuconvt.plan_correlate_wgmma_work import Tile, Way, Work
 from cuconvt.tensor_map import ITEMSIZES
 
 pytestmark = [
@@ -148,7 +155,7 @@ def test_taps_along_w_are_channels(name: str) -> None:
     spec = specialisation(kernel, stride, (1,) * rank, channels, (out_last, True))
     first = smallest(spec, EXTENTS[rank][0], groups=1)
     read = as_read(geometry_of(first), layout_of(spec, first), kernel[-1])
-    tile = next(tile for tile in tiles(Work(*read, dtype, precision, kernel[-1])) if tile.tiles_m <= 2)
+    tile = next(tile for tile in tiles(Work(*read, dtype, precision, Way(fold=kernel[-1]))) if tile.tiles_m <= 2)
     this = Case(spec, dtype, precision, Device(90, 2, SHARED_BYTES), tile)
     with on_host(this):
         for extent in EXTENTS[rank]:
@@ -176,7 +183,7 @@ def test_groups_are_joined(name: str) -> None:
     spec = specialisation(kernel, stride, (1,) * rank, channels, (out_last, True))
     first = smallest(spec, EXTENTS[rank][0], groups=groups)
     read = as_read(geometry_of(first), layout_of(spec, first), 1, joined)
-    every = tiles(Work(*read, dtype, precision, 1, joined))
+    every = tiles(Work(*read, dtype, precision, Way(joined=joined)))
     found = [tile for tile in every if tile.tiles_m <= 2 and serves(spec, dtype, precision, tile)]
     assert all(tile.boxed and tile.joined == joined for tile in found)
     for tile in (found[0], found[-1]):
@@ -185,6 +192,37 @@ def test_groups_are_joined(name: str) -> None:
             for extent in EXTENTS[rank][:2]:
                 problem = smallest(spec, extent, (1, 0), groups=groups)
                 assert dict(plan_for(this, problem).defines)["JOINED"] == joined
+                check("input", problem, dtype, precision=precision, calls=1)
+
+
+# Dilated taps: kernel, stride, dilation, channels, whether the result is channels-last, dtype and precision.
+APART = {
+    "1d": ((3,), (1,), (5,), (17, 24), True, ("bfloat16", None)),
+    "2d": ((3, 2), (1, 1), (4, 3), (8, 24), False, ("float32", "tf32")),
+    "2d-with-a-stride": ((3, 4), (2, 3), (3, 5), (12, 8), True, ("float16", None)),
+    "2d-split": ((3, 3), (1, 2), (2, 3), (8, 16), True, ("float32", "tf32x3")),
+    "3d": ((2, 3, 2), (1, 1, 1), (2, 4, 3), (12, 16), True, ("bfloat16", None)),
+    "3d-with-a-stride": ((2, 2, 3), (1, 2, 2), (2, 3, 3), (8, 24), False, ("float32", "tf32")),
+}
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("name", APART)
+def test_taps_have_boxes_of_their_own(name: str, turns: bool) -> None:
+    kernel, stride, dilation, channels, out_last, (dtype, precision) = APART[name]
+    rank, last = len(kernel), specialisation(kernel, stride, dilation, channels, (out_last, True))
+    spec = specialisation(kernel, stride, dilation, channels, (out_last, not turns))
+    first = smallest(last, EXTENTS[rank][0], groups=1)
+    _, *apart = works_of(geometry_of(first), layout_of(last, first), dtype, precision)
+    assert len(apart) == (1 if rank == 1 else 3)
+    for work in apart:
+        tile = next(tile for tile in tiles(work) if tile.tiles_m <= 2 and serves(last, dtype, precision, tile))
+        this = Case(spec, dtype, precision, Device(90, 2, SHARED_BYTES), tile, turns=turns)
+        with on_host(this):
+            for extent in EXTENTS[rank][:2]:
+                problem = smallest(spec, extent, (1, 0), groups=1)
+                defines = dict(plan_for(this, problem).defines)
+                assert tuple(defines[f"APART_{axis}"] for axis in "DHW") == work.shape.apart
                 check("input", problem, dtype, precision=precision, calls=1)
 
 
