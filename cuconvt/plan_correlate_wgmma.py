@@ -279,7 +279,8 @@ def plan_tile(
     x_vector = work.reads_vectors(tile, g, read)
     own = {"CLASSES": tile.classes, "SLOT_CLASSES": tile.slot_classes, "INDEX64": index64, "BOXED": tile.boxed}
     own |= {"FOLD": tile.fold, "JOINED": tile.joined, "STORE_ALONE": work.stores_alone(tile)}
-    own |= axis_macros(APART=tile.apart)
+    if any(tile.apart):
+        own |= axis_macros(APART=tile.apart)
     if not tile.boxed:
         own |= x_copy_macros(g, read, work.shape.itemsize)
     registers = work.registers(tile)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from math import prod
+from math import inf, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
     INDEX_LIMIT,
     SHARES,
     Device,
+    Ints,
     Layout,
     Plan,
     Refusal,
@@ -30,7 +31,7 @@ from cuconvt.plan_phase_wgmma_work import Work, reached_planes
 from cuconvt.plan_rounds import AROUND, AROUND_OF_BOXED, AROUND_OF_SPLIT, takes_longest_first, taps_of_phases
 from cuconvt.plan_search import remembered
 from cuconvt.plan_shares import share_columns
-from cuconvt.plan_views import batch_as_depth
+from cuconvt.plan_views import batch_as_depth, with_residues_as_phases
 from cuconvt.plan_wgmma_boxes import best_tile
 from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
 from cuconvt.plan_wgmma_sizes import (
@@ -60,15 +61,31 @@ def plan_phase_wgmma(
     if reason := _refuse(geometry, dtype, precision, device):
         return Refusal("phase_wgmma", reason)
     geometry, layout = batch_as_depth(geometry, layout)
-    work = Work(geometry, dtype, precision, layout)
     if tile is not None:
+        work = work_of(geometry, dtype, precision, layout, tile.residues)
         cost = work.with_pairs().typical_cost(tile, device)
         return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
-    choice = choose_tile(work.with_pairs().shape, device)
-    if choice is None:
+    works = works_of(geometry, dtype, precision, layout)
+    choices = [choice for work in works if (choice := choose_tile(work.with_pairs().shape, device)) is not None]
+    plans = [plan_tile(geometry, dtype, layout, precision, device, *choice) for choice in choices]
+    if not plans:
         return Refusal("phase_wgmma", f"no box with its halo fits into {device.shared_bytes} bytes of shared memory")
-    tile, cost = choice
-    return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
+    return min(plans, key=lambda plan: plan.cost if isinstance(plan, Plan) else inf)
+
+
+def works_of(geometry: Geometry, dtype: str, precision: str | None, layout: Layout) -> list[Work]:
+    """Return the problem as it is and, with dilation but no stride along D or H, with residues modulo it as phases."""
+    g = geometry
+    dilated = tuple(
+        int(axis < 2 and k > 1 == st and d > 1)
+        for axis, (k, st, d) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True))
+    )
+    return [work_of(g, dtype, precision, layout, residues) for residues in dict.fromkeys(((0, 0, 0), dilated))]
+
+
+def work_of(geometry: Geometry, dtype: str, precision: str | None, layout: Layout, residues: Ints) -> Work:
+    """Return the problem, in 3-D form, in one of these ways."""
+    return Work(with_residues_as_phases(geometry, residues), dtype, precision, layout, residues)
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
@@ -76,8 +93,8 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
     if _refuse(geometry, dtype, precision, device):
         return
     geometry, layout = batch_as_depth(geometry, layout)
-    work = Work(geometry, dtype, precision, layout)
-    for tile in tiles(work):
+    every = ((work, tile) for work in works_of(geometry, dtype, precision, layout) for tile in tiles(work))
+    for work, tile in every:
         cost = work.with_pairs().typical_cost(tile, device)
         plan = plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
         if cost is not None and isinstance(plan, Plan):
@@ -88,11 +105,12 @@ def plan_tile(
     geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile, cost: float = 0.0
 ) -> Plan | Refusal:
     """Plan a problem with a given tile."""
-    work = Work(geometry, dtype, precision, layout)
+    geometry = with_residues_as_phases(geometry, tile.residues)
+    work = Work(geometry, dtype, precision, layout, tile.residues)
     if tile.boxed and not (work.shape.boxes and work.are_whole(tile)):
         return Refusal("phase_wgmma", "bulk tensor copies of this tile cannot bring x")
     every = all_positions(geometry)
-    geometry, layout, planes = reached_planes(geometry, layout)
+    geometry, layout, planes = reached_planes(geometry, layout, tile.residues)
     extents = tuple(-(-o // s) for o, s in zip(geometry.out_extent, geometry.stride, strict=True))
     tiles_c = -(-geometry.c_out_per_group // (8 * tile.tiles_c))
     if tile.slides:
@@ -131,13 +149,17 @@ def plan_tile(
         "FAR_CHANNELS": work.chunk(tile) * abs(layout.x[1]) >= INDEX_LIMIT,
         "FIRST_PHASE_W": geometry.pad_before[2] % geometry.stride[2] if work.stores_runs(tile) else 0,
     }
+    if any(tile.residues):
+        own |= {"RESIDUES_D": tile.residues[0], "RESIDUES_H": tile.residues[1]}
     if not tile.boxed:
         own |= x_copy_macros(geometry, layout, work.shape.itemsize)
     defines = wgmma_defines(geometry, dtype, layout, precision, tile, own, registers_of(tile, work.parts))
     grid = shares.grid if shares else grid_of(blocks, held, phases, geometry.groups * tiles_c if tile.resident else 1)
     around = AROUND_OF_SPLIT if work.parts == 2 else AROUND_OF_BOXED if dtype != "float32" and tile.boxed else AROUND
     # As the kernel decides, whose other phases keep their order.
-    is_uneven = not tile.all_phases and any(geometry.kernel[axis] % geometry.stride[axis] for axis in range(2))
+    is_uneven = not tile.all_phases and any(
+        geometry.kernel[axis] % geometry.stride[axis] and not tile.residues[axis] for axis in range(2)
+    )
     longest_first = (
         is_uneven
         and not tile.resident
@@ -176,7 +198,9 @@ def plan_tile(
         cost=cost * every * work.compared_of(tile),
         packed_words=0 if packs_itself else geometry.groups * tiles_c * packed_words,
         packed_a_thread=packed_a_thread,
-        maps=(work.map_of_x(tile, box, dtype, geometry, layout, (1, 1, 1), work.chunk(tile)),) if tile.boxed else (),
+        maps=(work.map_of_x(tile, box, dtype, geometry, layout, work.steps_in_x(), work.chunk(tile)),)
+        if tile.boxed
+        else (),
         tile=tile,
     )
 
@@ -200,7 +224,7 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
 def tiles(work: Work) -> Iterator[Tile]:
     """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
     shape = work.shape
-    several = shape.stride[0] * shape.stride[1] > 1
+    several, by_residue = prod(work.strides()[:2]) > 1, any(shape.residues)
     eights = -(-shape.c_out // 8)
     shares = {-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)}
     if shape.boxes and shape.itemsize == 2:  # blocks that share sectors of the result took up to seven times as long
@@ -222,6 +246,8 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         if (slides and several and not all_phases) or (all_phases and not several):
             continue
+        if by_residue and (slides or all_phases):
+            continue
         if merge_w and (shape.kernel[2] == 1 or shape.out_channels_last or tiles_m == 3):  # 192 rows: measured slow
             continue
         if merge_w and slides:  # likewise slow, beside merged taps along D
@@ -230,7 +256,9 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         common = (workers, stagers, tiles_m, tiles_c, merge_w, k_steps, 4 if deep else 2)
         half_k = shape.itemsize == 2 and k_steps == 1 and shape.c_in <= 8 and not boxed
-        tile = Tile(*common, 3, False, False, all_phases, blocks, slides, half_k, merge_d, join_w, boxed)
+        tile = Tile(
+            *common, 3, False, False, all_phases, blocks, slides, half_k, merge_d, join_w, boxed, shape.residues
+        )
         if all_phases and work.unrolled(tile) > MAX_UNROLLED:
             continue
         if not work.turns(tile) and tiles_m * tiles_c * work.outputs(tile) > MAX_UNROLLED_STORES:

@@ -13,6 +13,7 @@ from cuconvt.plan import Ints, Layout
 from cuconvt.plan_copies import others_divisible, x_is_vector
 from cuconvt.plan_wgmma_boxes import SECTOR, WorkOnPlanes
 from cuconvt.plan_wgmma_sizes import Box, Shape, Tile, can_be_boxed
+from cuconvt.tensor_map import MAX_STEP
 
 STEP_BYTES = 32  # of a position's channels, that a wgmma multiplies
 # Rates of an H200's multiprocessor, per clock, that the cost estimate uses.
@@ -40,6 +41,10 @@ COMPARED_OF_BOXED = 0.5  # where bulk tensor copies bring x
 COMPARED_OF_SPLIT, COMPARED_OF_SPLIT_GROUPS = 1.05, 0.75  # likewise, for 3xTF32
 COMPARED_OF_UNSTRIDED = 0.95  # instead, without a stride and with as many channels as plan_correlate_wgmma serves
 SPLIT_SLIDES_COMPARED = 0.4  # beside that kernel, of blocks that slide in 3xTF32: in five layers they were faster
+SPLIT_DILATED_COMPARED = 0.55  # likewise, of dilated taps: in 13 layers
+# Of residues modulo the dilation, beside boxes with a halo of whole dilations: of rows, where none is as large as `FAR`
+# and where one is, and of what copies bring. Fitted to 24 layers, in three precisions.
+RESIDUES_OF_ROWS, FAR, RESIDUES_OF_BOXED = (1.07, 0.9), 8, 1.3
 FEWEST_TURNED = 40  # channels of a result that it serves: with fewer, this kernel took 0.4 to 0.8 times as long
 ROW_ENDS = 16  # outputs more than a row has take as long to write
 
@@ -95,11 +100,12 @@ class Planes(NamedTuple):
     step: int
 
 
-def reached_planes(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout, Planes]:
+def reached_planes(geometry: Geometry, layout: Layout, residues: Ints = (0, 0, 0)) -> tuple[Geometry, Layout, Planes]:
     """Leave out the planes along D that no tap reaches, for kernels that fill them by themselves.
 
     An output o has a tap k where o + pad = i * stride + k * dilation for some i, a multiple of their common divisor. Of
-    these outputs alone, stride and dilation are as many times smaller. Results in rows, whose planes have no gaps.
+    these outputs alone, stride and dilation are as many times smaller. Results in rows, whose planes have no gaps. Of
+    residues, all have taps.
     """
     g, all_of_them = geometry, Planes(geometry.out_extent[0], 0, 1)
     step = g.stride[0] if g.kernel[0] == 1 else gcd(g.stride[0], g.dilation[0])
@@ -107,7 +113,7 @@ def reached_planes(geometry: Geometry, layout: Layout) -> tuple[Geometry, Layout
     first = step * pad - g.pad_before[0]
     extent = -(-(g.out_extent[0] - first) // step)
     dense = layout.out[4] == 1 and layout.out[3] == g.out_extent[2]
-    if step == 1 or extent < 1 or not dense or layout.out_channels_last:
+    if residues[0] or step == 1 or extent < 1 or not dense or layout.out_channels_last:
         return geometry, layout, all_of_them
     reached = dataclasses.replace(
         g,
@@ -140,10 +146,12 @@ class Work(WorkOnPlanes):
     extents_of_rows, extents_of_wide_rows = EXTENTS_OF_ROWS, EXTENTS_OF_WIDE_ROWS
     extents_of_wide_boxed = EXTENTS_OF_WIDE_BOXED
 
-    def __init__(self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout):
+    def __init__(
+        self, geometry: Geometry, dtype: str, precision: str | None, layout: Layout, residues: Ints = (0, 0, 0)
+    ):
         itemsize = 4 if dtype == "float32" else 2
         run = 1 if layout.out_channels_last else _run(geometry, layout, itemsize)
-        g, layout, planes = reached_planes(geometry, layout)
+        g, layout, planes = reached_planes(geometry, layout, residues)
         self.shape = Shape.of(
             g,
             dtype,
@@ -154,7 +162,9 @@ class Work(WorkOnPlanes):
             late=tuple(int(p % st != 0) for p, st in zip(g.pad_before, g.stride, strict=True)),
             run=run,
             plane_step=planes.step,
-            boxes=can_be_boxed(g, layout, itemsize, STEP_BYTES // itemsize),
+            boxes=can_be_boxed(g, layout, itemsize, STEP_BYTES // itemsize)
+            and all(st <= MAX_STEP for each, st in zip(residues, g.stride, strict=True) if each),
+            residues=residues,
             whole_chunks=g.groups > 1,
         )
         self._derive()
@@ -169,7 +179,7 @@ class Work(WorkOnPlanes):
             self.compared = COMPARED_OF_ROWS
         elif s.products == 1:
             self.compared = COMPARED_OF_TF32_LAST
-        self.is_turned = max(s.stride) == 1 and s.c_out >= FEWEST_TURNED
+        self.is_turned = max(self.strides()) == 1 and s.c_out >= FEWEST_TURNED
         if s.boxes:
             self.compared = COMPARED_OF_UNSTRIDED if self.is_turned else COMPARED_OF_BOXED
             if s.products == 3:
@@ -178,7 +188,16 @@ class Work(WorkOnPlanes):
     def compared_of(self, tile: Tile) -> float:
         """Return what a tile's cost is multiplied with beside, to be compared with ``correlate_wgmma``'s."""
         s = self.shape
-        return SPLIT_SLIDES_COMPARED if tile.slides and s.boxes and s.products == 3 and self.is_turned else 1
+        compared = 1.0
+        if s.boxes and s.products == 3 and self.is_turned:
+            if tile.slides:
+                compared = SPLIT_SLIDES_COMPARED
+            elif max(s.dilation) > 1:
+                compared = SPLIT_DILATED_COMPARED
+        if any(s.residues):
+            far = max(d for each, d in zip(s.residues, s.dilation, strict=True) if each) >= FAR
+            compared *= (1.0 if s.products == 3 else RESIDUES_OF_BOXED) if s.boxes else RESIDUES_OF_ROWS[far]
+        return compared
 
     def with_pairs(self) -> Work:
         """Return the same with rows read in pairs, as most can be: it depends on extents, which a choice must not."""
@@ -283,7 +302,7 @@ class Work(WorkOnPlanes):
         positions = prod(box.extent)
         outputs = positions * self.outputs(tile) * min(8 * tile.tiles_c, s.c_out)
         is_part = 8 * tile.tiles_c * s.itemsize < ATOM <= s.c_out * s.itemsize
-        phases = 1 if tile.all_phases else s.stride[0] * s.stride[1]
+        phases = 1 if tile.all_phases else prod(self.strides()[:2])
         read = positions * s.c_in / tiles_c / phases
         weights = 0 if tile.resident else chunks * rows * self.slot_bytes(tile)
         bounds = (

@@ -74,6 +74,13 @@ def with_taps_as_channels(geometry: Geometry) -> Geometry:
     )
 
 
+def with_residues_as_phases(geometry: Geometry, residues: Ints) -> Geometry:
+    """Return the problem with the dilation for its stride along those axes, which have none."""
+    g = geometry
+    strides = zip(residues, g.dilation, g.stride, strict=True)
+    return replace(g, stride=triple(dilation if each else stride for each, dilation, stride in strides))
+
+
 def with_phases_as_channels(geometry: Geometry) -> Geometry:
     """Return the problem without a stride whose result has all phases of all channels as channels.
 

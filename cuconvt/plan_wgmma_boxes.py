@@ -170,10 +170,11 @@ class WorkOnPlanes(Sizes, ABC):
             # With padding, the first and the last position have some of the outputs where no phase is late.
             more = self.shape.late[2] if tile.join_w else 0
             self.known_boxes[kind] = []
+            of_d, of_h, _ = self.steps_in_x()
             for d, h, w in typical:
-                held = (d, h, w + more)
+                held = (-(-d // of_d), -(-h // of_h), w + more)
                 boxes = [(box, count_boxes(held, box.extent)) for box in self.boxes(tile, held)]
-                self.known_boxes[kind].append(Boxes(held, d * h * w, boxes))
+                self.known_boxes[kind].append(Boxes(held, held[0] * held[1] * w, boxes))
         return self.known_boxes[kind]
 
     def kind_of_boxes(self, tile: Tile) -> Ints:

@@ -13,7 +13,7 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, at_residue, magic, round_up, span
 from cuconvt.plan_copies import others_divisible
 from cuconvt.plan_search import of_tile
-from cuconvt.tensor_map import MAX_BOX, STRIDE_BYTES, TensorMap, reads
+from cuconvt.tensor_map import MAX_BOX, STRIDE_BYTES, TensorMap, reads, spans
 
 ROWS = 64  # of a wgmma
 MAX_COLUMNS = 192  # of one that the header has
@@ -61,6 +61,7 @@ class Tile:
     merge_d: bool = False
     join_w: bool = False
     boxed: bool = False  # whether bulk tensor copies bring x
+    residues: Ints = (0, 0, 0)  # whether an axis without a stride has a phase for each residue modulo the dilation
 
     @property
     def rows(self) -> int:
@@ -150,6 +151,7 @@ class Shape:
     fold: int = 1  # taps along W that are channels of x
     joined: int = 1  # groups that are staged as one
     apart: Ints = (0, 0, 0)  # whether each tap along an axis has boxes of its own
+    residues: Ints = (0, 0, 0)  # whether an axis's stride is its dilation, and phases are residues that have all taps
     whole_chunks: bool = False  # whether boxes may have no channels beyond the last one, which are another group's
 
     @classmethod
@@ -232,7 +234,7 @@ class Sizes:
 
     def blocks_can_pack(self, tile: Tile, packs: int) -> bool:
         """Whether a block may pack the weights that it needs itself, all of a tile, which saves a launch."""
-        needs_all = tile.all_phases or tile.slides or self.shape.stride[0] * self.shape.stride[1] == 1
+        needs_all = tile.all_phases or tile.slides or prod(self.strides()[:2]) == 1
         return tile.resident and needs_all and packs <= PACKS_A_THREAD * 128 * tile.workers
 
     def stores_alone(self, tile: Tile) -> bool:
@@ -278,10 +280,17 @@ class Sizes:
             return self.sums(tile)
         return self.sums(tile) // (self.live[0] if tile.all_phases else 1) * self.shape.kernel[0]
 
+    def strides(self) -> Ints:
+        """Return by axis how many phases share the taps: all, but residues have all taps each."""
+        return tuple(1 if each else stride for each, stride in zip(self.shape.residues, self.shape.stride, strict=True))
+
+    def steps_in_x(self) -> Ints:
+        """Return by axis how far positions that follow each other are apart in x."""
+        return tuple(stride if each else 1 for each, stride in zip(self.shape.residues, self.shape.stride, strict=True))
+
     def rows(self, tile: Tile) -> float:
         """Return the rows of taps along D and H that a block multiplies, on average; of a slice if it slides."""
-        s = self.shape
-        return self.slots_of_chunk(tile) / (1 if tile.all_phases else s.stride[0] * s.stride[1])
+        return self.slots_of_chunk(tile) / (1 if tile.all_phases else prod(self.strides()[:2]))
 
     def chains(self, tile: Tile) -> int:
         """Return how many sums of a slot's products an output adds up."""
@@ -366,7 +375,7 @@ class Sizes:
                     count += 50 if three else (20 if tile.slides else 10) + max(self.unrolled(tile) - 160, 0) // 2
             if self.stores_runs(tile):  # where rows of all tiles go
                 count += tile.tiles_m + 3 * max(tile.tiles_m - 4, 0)
-        return count + (4 if tile.min_blocks > 2 else 0)
+        return count + (4 if tile.min_blocks > 2 else 0) + (12 if any(s.residues) else 0)
 
     def at_start(self, tile: Tile) -> int:
         """Return the registers of a thread before warps exchange some."""
@@ -413,7 +422,7 @@ class Sizes:
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
         (d, h, w), (of_d, of_h, of_w) = box.extent, self.shape.stride
         far = max((1 if tile.slides else d) * of_d, h * of_h, w * of_w)
-        if tile.boxed and max(self.staged(tile, box.extent)) > MAX_BOX:
+        if tile.boxed and max(spans(self.staged(tile, box.extent), self.steps_in_x())) > MAX_BOX:
             return False
         return box.plane <= MAX_POSITIONS and far <= MAX_OUTPUTS and self.shared_bytes(tile, box, True) <= room
 
@@ -445,7 +454,7 @@ class Sizes:
         """
         s = self.shape
         extent = (1, *box.extent[1:]) if tile.slides else box.extent
-        read = tuple(e + reach for e, reach in zip(extent, self.reach(tile), strict=True))
+        read = spans(tuple(e + reach for e, reach in zip(extent, self.reach(tile), strict=True)), self.steps_in_x())
         written = tuple((e + late) * st for e, late, st in zip(extent, s.late, s.stride, strict=True))
         return max(span(read, layout.x[2:]), span(written, layout.out[2:]), abs(layout.x[1]), abs(layout.out[1]))
 

@@ -30,6 +30,10 @@
 // With OUT_RUN the phases along W of a position, consecutive outputs of a row, are stored by the thread that holds their sums.
 // Other results are turned in shared memory, but for channels-last ones (see wgmma_store.cuh).
 //
+// With RESIDUES, along an axis that is dilated without a stride, outputs whose positions are the same modulo the dilation are a phase:
+// they read only elements of x that are so, too, and among these taps follow each other. A box of them has a halo of a tap, not of a
+// dilation.
+//
 // Compile-time: kernel, stride, dilation, dtype, precision and tile; for OUT_RUN, the padding along W modulo the stride, as it
 // says which phase is first. Run-time: N, extents, the box, padding, channels.
 #include "wgmma_box.cuh"
@@ -52,6 +56,12 @@
 #ifndef PLANE_STEP  // from a plane of the result to the next; those between have no tap and are filled (see fill.cuh)
 #define PLANE_STEP 1
 #endif
+#ifndef RESIDUES_D  // whether what is called stride and dilation is the dilation alone: phases have all taps, and their own planes of x
+#define RESIDUES_D 0
+#endif
+#ifndef RESIDUES_H
+#define RESIDUES_H 0
+#endif
 #ifndef HALF_K  // whether the second piece of a wgmma is nothing: for no more channels than one piece has
 #define HALF_K 0
 #endif
@@ -66,6 +76,7 @@ constexpr int NEXT_ROW = BOXED ? 2 * K_STEPS : 1;  // from a position to the nex
 constexpr int REACH_D = SLIDES ? 0 : ALL_PHASES ? AxisD::REACH : (AxisD::MAX_TAPS - 1) * AxisD::HOP;
 constexpr int REACH_H = ALL_PHASES ? AxisH::REACH : (AxisH::MAX_TAPS - 1) * AxisH::HOP;
 constexpr int REACH_W = AxisW::REACH;
+constexpr int X_STEP_D = RESIDUES_D ? STRIDE_D : 1, X_STEP_H = RESIDUES_H ? STRIDE_H : 1;  // in x, from a position to the next
 constexpr int EARLIER = AxisD::REACH;  // slices before that of a position that it reads, where a block slides
 
 // A block's phases along an axis that have a tap, each numbered by its first tap, so that tap k belongs to number k % STEP;
@@ -114,7 +125,9 @@ static_assert(!MERGE_D || SLIDES, "otherwise taps along D read different slices"
 static_assert(!JOIN_W || (DILATION_W == 1 && KERNEL_W % STRIDE_W == 0 && !MERGE_W), "each phase has a tap that reads the same");
 static_assert(!SLIDES || DILATION_D == 1, "a slice reaches outputs that follow each other");
 static_assert(!SLIDES || ALL_PHASES || STRIDE_D * STRIDE_H == 1, "a slice has the taps of all phases");
-static_assert(!TAKE_TURNS || ALL_PHASES || STRIDE_D * STRIDE_H == 1, "teams count the boxes of all phases");
+static_assert(!TAKE_TURNS || ALL_PHASES || STRIDE_D * STRIDE_H == X_STEP_D * X_STEP_H, "teams count the boxes of all phases");
+static_assert(X_STEP_D * X_STEP_H == 1 || !(ALL_PHASES || SLIDES), "a box of one residue");
+static_assert((!RESIDUES_D || STRIDE_D == DILATION_D) && (!RESIDUES_H || STRIDE_H == DILATION_H), "residues modulo the dilation");
 static_assert(STRIDE_W % OUT_RUN == 0 && OUT_RUN * sizeof(Stored) <= 16, "a run is of one position, and one store");
 static_assert(!MERGE_W || OUT_RUN == 1 || REACH_W + FIRST_PHASE_W == 0, "taps whose sums are shifted are turned");
 static_assert(!JOIN_W || OUT_CHANNELS_LAST, "the first outputs of a run may be outside of the result");
@@ -145,7 +158,8 @@ struct Block {
 constexpr int LONG_FIRST = 1, PACKS_ITSELF = 2;
 
 // Whether phases that are blocks of their own differ in taps, the first ones having more.
-constexpr bool UNEVEN = !ALL_PHASES && (KERNEL_D % STRIDE_D || KERNEL_H % STRIDE_H);
+constexpr bool UNEVEN =
+    !ALL_PHASES && ((!RESIDUES_D && KERNEL_D % STRIDE_D) || (!RESIDUES_H && KERNEL_H % STRIDE_H));
 
 __device__ __forceinline__ void take_phases(Block& b, unsigned& index) {
     b.phase_h = (int)(index % (STRIDE_H / PHASES_H));
@@ -252,7 +266,7 @@ __device__ __forceinline__ int items_of(const Problem& p, const Staged& s) {
     return s.d * s.h * (in_pairs(p) ? s.w / 2 + 1 : s.w);
 }
 
-// All items of the box that starts at d, h, w, worked out once for all chunks and slices.
+// All items of the box that starts at d, h, w of x, worked out once for all chunks and slices.
 __device__ __forceinline__ void find_items(Item* items, const Problem& p, const Staged& s, Index d, Index h, Index w,
                                            int thread) {
     const int width = in_pairs(p) ? 2 : 1, across = in_pairs(p) ? s.w / 2 + 1 : s.w;
@@ -260,10 +274,11 @@ __device__ __forceinline__ void find_items(Item* items, const Problem& p, const 
     for (int i = thread; i < items_of(p, s); i += STAGERS) {
         const int row = (int)quotient(i, p.box_magic[0]), slice = (int)quotient(row, p.box_magic[1]);
         const int column = (i - row * across) * width - early;
-        const Index at_d = d + slice, at_h = h + (row - slice * s.h), at_w = w + column;
+        const int further_d = slice * X_STEP_D, further_h = (row - slice * s.h) * X_STEP_H;
+        const Index at_d = d + further_d, at_h = h + further_h, at_w = w + column;
         const bool inside = within(at_d, p.x_extent[0]) && within(at_h, p.x_extent[1]) && within(at_w, p.x_extent[2]);
         const bool first = column >= 0 && column < s.w, second = in_pairs(p) && column + 1 < s.w;
-        items[i].offset = inside ? slice * (Index)p.x_stride[2] + (row - slice * s.h) * (Index)p.x_stride[3] +
+        items[i].offset = inside ? further_d * (Index)p.x_stride[2] + further_h * (Index)p.x_stride[3] +
                                        column * (Index)p.x_stride[4]
                                  : OUTSIDE;
         items[i].place = 4 * (row * s.w + column) + first + 2 * second;
@@ -272,7 +287,8 @@ __device__ __forceinline__ void find_items(Item* items, const Problem& p, const 
 
 // What stagers compute from a value, they compute again where they use it if registers are short: it costs a few percent.
 constexpr bool CROWDED =
-    !X_CHANNELS_LAST && (sizeof(Stored) == 4 ? K_STEPS > 1 && (!SLIDES || PARTS > 1) : PLANE_STEP > 1 && SLIDES && K_STEPS == 1);
+    !X_CHANNELS_LAST && (sizeof(Stored) == 4 ? K_STEPS > 1 && (!SLIDES || PARTS > 1)
+                                             : K_STEPS == 1 && (PLANE_STEP > 1 ? SLIDES : X_STEP_D * X_STEP_H > 1));
 __device__ __forceinline__ int later(int value) { return CROWDED ? recomputed(value) : value; }
 
 // Stages what there is of a chunk, a value at a time or, with PAIRS, two along a row. Some pieces of an item are a unit of work:
@@ -696,13 +712,24 @@ struct Rows {
 #else
     PhaseTaps<AxisD, KERNEL_D> d;
     PhaseTaps<AxisH, KERNEL_H> h;
-    __device__ __forceinline__ explicit Rows(const Block& b) : d(b.phase_d), h(b.phase_h) {}
+    __device__ __forceinline__ explicit Rows(const Block& b)
+        : d(RESIDUES_D ? 0 : b.phase_d), h(RESIDUES_H ? 0 : b.phase_h) {}
     __device__ __forceinline__ int back_d() const { return AxisD::back(d.first); }
     __device__ __forceinline__ int back_h() const { return AxisH::back(h.first); }
 #endif
     __device__ __forceinline__ int slots_d() const { return MERGE_D ? 1 : d.count; }
     __device__ __forceinline__ int count() const { return d.count * h.count; }
 };
+
+// Where in x a block's box begins, along D and H.
+__device__ __forceinline__ Index first_d(const Block& b, const Rows& rows) {
+    const Index d = b.d - rows.back_d() - REACH_D;
+    return RESIDUES_D ? d * STRIDE_D + b.phase_d : d;
+}
+__device__ __forceinline__ Index first_h(const Block& b, const Rows& rows) {
+    const Index h = b.h - rows.back_h() - REACH_H;
+    return RESIDUES_H ? h * STRIDE_H + b.phase_h : h;
+}
 
 // Whether nothing is multiplied: the phase has no tap, or the part no slice.
 __device__ __forceinline__ bool is_idle(const Block& b, const Rows& rows) { return SLIDES ? !b.walk : !rows.count(); }
@@ -802,7 +829,7 @@ __device__ __forceinline__ bool bring_weights(Ring& ring, Piece* slots, const Pi
 // By one thread: brings the boxes of a block's chunks, of one slice after the other if it slides. They arrive at `landed`.
 __device__ __forceinline__ void bring_boxes(Ring& ring, Barrier* landed, Piece* stages, const TensorMap& x, const Problem& p,
                                             const Staged& s, const Block& b, const Rows& rows, int chunks) {
-    const int d = (int)b.d - rows.back_d() - REACH_D, h = (int)b.h - rows.back_h() - REACH_H, w = (int)b.w - REACH_W;
+    const int d = (int)first_d(b, rows), h = (int)first_h(b, rows), w = (int)b.w - REACH_W;
     for (int slice = 0; slice < slices_of(b); ++slice) {
         if (is_empty(b, slice, p)) continue;
         for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -939,7 +966,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 continue;
             }
             warps_sync(1, STAGERS);  // nobody reads the items of the box before
-            const Index d = SLIDES ? (Index)0 : b.d - rows.back_d() - REACH_D, h = b.h - rows.back_h() - REACH_H, w = b.w - REACH_W;
+            const Index d = SLIDES ? (Index)0 : first_d(b, rows), h = first_h(b, rows), w = b.w - REACH_W;
             find_items(items, p, s, d, h, w, thread);
             warps_sync(1, STAGERS);
             Ring ring = x_ring.of_team(team);

@@ -79,6 +79,7 @@ def cases() -> dict[str, dict[str, Any]]:
     found.update(sliding_cases())
     found.update(run_cases())
     found.update(filled_cases())
+    found.update(residue_cases())
     found.update(packing_cases(found))
     return found
 
@@ -195,6 +196,78 @@ def filled_cases() -> dict[str, dict[str, Any]]:
     return found
 
 
+def residue_cases() -> dict[str, dict[str, Any]]:
+    """Return cases of residues modulo the dilation along D and H, staged by threads and brought by bulk copies."""
+    # Kernel, stride, dilation, C_in, C_out, dtype, precision, channels last or not, the tile, and whether it is boxed.
+    table = (
+        ((3, 2), (1, 1), (2, 3), 17, 12, "float32", "tf32", False, (2, 2, 1, 2, False, 1, 2, 3, False, False), 0),
+        ((2, 3), (1, 2), (5, 1), 24, 9, "bfloat16", None, False, (1, 1, 2, 1, True, 2, 2, 3, False, False), 0),
+        ((3, 3), (1, 1), (4, 2), 9, 8, "float32", "tf32x3", False, (2, 2, 1, 1, True, 1, 2, 6, True, False), 0),
+        ((2, 3, 2), (1, 1, 1), (2, 3, 2), 8, 12, "float16", None, False, (2, 2, 1, 2, True, 1, 2, 6, True, False), 0),
+        (
+            (3, 2, 3),
+            (1, 1, 2),
+            (4, 2, 1),
+            17,
+            8,
+            "float32",
+            "tf32",
+            True,
+            (1, 1, 1, 1, False, 1, 4, 3, False, False),
+            0,
+        ),
+        (
+            (2, 2, 2),
+            (2, 1, 1),
+            (1, 3, 2),
+            12,
+            9,
+            "float32",
+            "tf32x3",
+            False,
+            (1, 1, 1, 2, False, 1, 2, 3, False, False),
+            0,
+        ),
+        ((3, 2), (1, 1), (3, 2), 24, 12, "bfloat16", None, True, (2, 1, 1, 2, False, 1, 2, 6, True, True), 1),
+        (
+            (2, 3, 2),
+            (1, 1, 1),
+            (2, 8, 3),
+            16,
+            9,
+            "float32",
+            "tf32",
+            True,
+            (1, 1, 2, 1, False, 2, 2, 3, False, False),
+            1,
+        ),
+        (
+            (2, 2, 3),
+            (1, 1, 1),
+            (4, 2, 2),
+            24,
+            8,
+            "float32",
+            "tf32x3",
+            True,
+            (2, 1, 1, 1, False, 1, 2, 3, False, False),
+            1,
+        ),
+    )
+    found = {}
+    for index, (kernel, stride, dilation, c_in, c_out, dtype, precision, last, tile, boxed) in enumerate(table):
+        layouts = LAST if last else ROWS
+        spec = Specialisation(kernel, stride, dilation, c_in, c_out, layouts, layouts, groups=1 if boxed else None)
+        axes = zip((1, *kernel)[-3:], (1, *stride)[-3:], (1, *dilation)[-3:], strict=True)
+        d, h, _ = (int(k > 1 == st and of > 1) for k, st, of in axes)
+        blocks = {(1, 1): 2, (2, 2): 1, (2, 1): 1}[tile[:2]]
+        whole = Tile(*tile, False, blocks, boxed=bool(boxed), residues=(d, h, 0))
+        fields = {"precision": precision, "device": Device(90, (1, 2)[index % 2], SHARED_BYTES)}
+        plan = plan_with(whole, index % 3 == 1)
+        found[f"residues-{index}"] = {"spec": spec, "dtype": dtype, "plan": plan, **fields}
+    return found
+
+
 def packing_cases(others: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return some of the cases on as many multiprocessors as there are boxes, of which each then packs its weights."""
     names = (
@@ -211,6 +284,8 @@ def packing_cases(others: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
         "slides-2",  # merged along D, joined along W
         "runs-0",
         "filled-1",
+        "residues-2",
+        "residues-6",
     )
     return {f"packs-{name}": {**others[name], "device": DEVICES[90]} for name in names}
 

@@ -466,6 +466,50 @@ def test_special_values_of_boxes_that_are_split(cupy: Any, split: None, name: st
     checked(problem, last, "tf32x3")
 
 
+# Dilation without a stride along D or H, in boxes of one residue: in rows, aligned or not, and channels-last, of which
+# copies bring boxes as far as their steps go; residues without a position of x, or of the result.
+RESIDUES = {
+    "image": case((2, 40, 33, 40), 48, 3, padding=6, dilation=6, has_bias=True),
+    "odd": case((3, 17, 21, 23), 25, (4, 2), padding=(3, 1), dilation=(3, 2), x_layout="misaligned"),
+    "volume": case((2, 24, 11, 14, 24), 40, 3, padding=4, dilation=(2, 4, 3), has_bias=True),
+    "along_h": case((1, 72, 6, 19, 21), 16, (3, 3, 2), (2, 1, 2), padding=(1, 4, 0), dilation=(1, 4, 1)),
+    "beyond_x": case((3, 32, 9, 21), 24, (3, 2), padding=(12, 1), dilation=(12, 2), out_layout="cropped"),
+    "grouped": case((2, 96, 18, 20), 64, 3, padding=5, dilation=5, groups=2, has_bias=True),
+    "boxed": case((2, 40, 11, 14, 17), 48, 3, padding=4, dilation=(4, 8, 2), has_bias=True, **LAST),
+    "boxed_image": case((2, 64, 33, 29), 24, (5, 3), padding=6, dilation=(3, 4), x_layout="channels_last"),
+    "too_far_for_copies": case((2, 64, 33, 29), 72, 3, padding=9, dilation=9, **LAST),
+}
+
+
+@pytest.fixture
+def by_residues(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plan with one of the tiles of residues, drawn by a number."""
+    from cuconvt import cuda
+    from cuconvt import plan_phase_wgmma as wgmma
+    from cuconvt.plan_views import batch_as_depth
+
+    def plan(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Any:
+        as_depth, of_it = batch_as_depth(geometry, layout)
+        every = list(wgmma.tiles(wgmma.works_of(as_depth, dtype, precision, of_it)[-1]))
+        for tile in random.Random(request.param).sample(every, len(every)):
+            found = wgmma.plan_phase_wgmma(geometry, dtype, layout, precision, device, tile)
+            if isinstance(found, Plan):
+                defines = dict(found.defines)
+                assert defines["RESIDUES_D"] + defines["RESIDUES_H"] > 0
+                return found
+        raise AssertionError("no tile serves")
+
+    with planned_by(plan, cuda, "make_plan", cuda._prepare):
+        yield
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("by_residues", range(3), indirect=True)
+@pytest.mark.parametrize("name", RESIDUES)
+def test_residues_are_phases(cupy: Any, by_residues: None, name: str, dtype: str, precision: str | None) -> None:
+    check(RESIDUES[name], dtype, cupy, precision)
+
+
 # So few boxes that each has a block, which packs the weights that it needs: of blocks that slide, own all phases or
 # one, of several groups and tiles of channels, with planes that no tap reaches.
 PACKED_BY_BLOCKS = {
