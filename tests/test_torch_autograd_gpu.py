@@ -126,6 +126,7 @@ def test_all_memory_is_of_the_allocator_of_torch() -> None:
     def requested() -> int:
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
+    torch.cuda.init()  # or there are no such numbers, where no test of this process came before
     pool = cupy.get_default_memory_pool()
     gc.collect()  # what tests before this one have left in cycles
     pool.free_all_blocks()
