@@ -198,7 +198,7 @@ def plan_tile(
         cost=cost * every * work.compared_of(tile),
         packed_words=0 if packs_itself else geometry.groups * tiles_c * packed_words,
         packed_a_thread=packed_a_thread,
-        maps=(work.map_of_x(tile, box, dtype, geometry, layout, work.steps_in_x(), work.chunk(tile)),)
+        maps=(work.map_of_x(tile, box, dtype, geometry, layout, work.steps_in_x, work.chunk(tile)),)
         if tile.boxed
         else (),
         tile=tile,
@@ -224,7 +224,7 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
 def tiles(work: Work) -> Iterator[Tile]:
     """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
     shape = work.shape
-    several, by_residue = prod(work.strides()[:2]) > 1, any(shape.residues)
+    several, by_residue = prod(work.sharing[:2]) > 1, any(shape.residues)
     eights = -(-shape.c_out // 8)
     shares = {-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)}
     if shape.boxes and shape.itemsize == 2:  # blocks that share sectors of the result took up to seven times as long

@@ -44,7 +44,7 @@ SPLIT_SLIDES_COMPARED = 0.4  # beside that kernel, of blocks that slide in 3xTF3
 SPLIT_DILATED_COMPARED = 0.55  # likewise, of dilated taps: in 13 layers
 # Of residues modulo the dilation, beside boxes with a halo of whole dilations: of rows, where none is as large as `FAR`
 # and where one is, and of what copies bring. Fitted to 24 layers, in three precisions.
-RESIDUES_OF_ROWS, FAR, RESIDUES_OF_BOXED = (1.07, 0.9), 8, 1.3
+RESIDUES_OF_ROWS, RESIDUES_OF_FAR_ROWS, FAR, RESIDUES_OF_BOXED = 1.07, 0.9, 8, 1.3
 FEWEST_TURNED = 40  # channels of a result that it serves: with fewer, this kernel took 0.4 to 0.8 times as long
 ROW_ENDS = 16  # outputs more than a row has take as long to write
 
@@ -179,25 +179,27 @@ class Work(WorkOnPlanes):
             self.compared = COMPARED_OF_ROWS
         elif s.products == 1:
             self.compared = COMPARED_OF_TF32_LAST
-        self.is_turned = max(self.strides()) == 1 and s.c_out >= FEWEST_TURNED
+        self.is_turned = max(self.sharing) == 1 and s.c_out >= FEWEST_TURNED
         if s.boxes:
             self.compared = COMPARED_OF_UNSTRIDED if self.is_turned else COMPARED_OF_BOXED
             if s.products == 3:
                 self.compared = COMPARED_OF_SPLIT_GROUPS if s.whole_chunks else COMPARED_OF_SPLIT
 
     def compared_of(self, tile: Tile) -> float:
-        """Return what a tile's cost is multiplied with beside, to be compared with ``correlate_wgmma``'s."""
+        """Return what a tile's cost is multiplied with beside.
+
+        So that it compares with ``correlate_wgmma``'s, and that of residues with boxes that have a halo of dilations.
+        """
         s = self.shape
-        compared = 1.0
-        if s.boxes and s.products == 3 and self.is_turned:
-            if tile.slides:
-                compared = SPLIT_SLIDES_COMPARED
-            elif max(s.dilation) > 1:
-                compared = SPLIT_DILATED_COMPARED
-        if any(s.residues):
-            far = max(d for each, d in zip(s.residues, s.dilation, strict=True) if each) >= FAR
-            compared *= (1.0 if s.products == 3 else RESIDUES_OF_BOXED) if s.boxes else RESIDUES_OF_ROWS[far]
-        return compared
+        if s.boxes and s.products == 3:
+            if not self.is_turned:
+                return 1.0
+            return SPLIT_SLIDES_COMPARED if tile.slides else SPLIT_DILATED_COMPARED if max(s.dilation) > 1 else 1.0
+        if not any(s.residues):
+            return 1.0
+        if s.boxes:
+            return RESIDUES_OF_BOXED
+        return RESIDUES_OF_FAR_ROWS if max(self.steps_in_x) >= FAR else RESIDUES_OF_ROWS
 
     def with_pairs(self) -> Work:
         """Return the same with rows read in pairs, as most can be: it depends on extents, which a choice must not."""
@@ -302,7 +304,7 @@ class Work(WorkOnPlanes):
         positions = prod(box.extent)
         outputs = positions * self.outputs(tile) * min(8 * tile.tiles_c, s.c_out)
         is_part = 8 * tile.tiles_c * s.itemsize < ATOM <= s.c_out * s.itemsize
-        phases = 1 if tile.all_phases else prod(self.strides()[:2])
+        phases = 1 if tile.all_phases else prod(self.sharing[:2])
         read = positions * s.c_in / tiles_c / phases
         weights = 0 if tile.resident else chunks * rows * self.slot_bytes(tile)
         bounds = (

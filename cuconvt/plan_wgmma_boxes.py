@@ -170,7 +170,7 @@ class WorkOnPlanes(Sizes, ABC):
             # With padding, the first and the last position have some of the outputs where no phase is late.
             more = self.shape.late[2] if tile.join_w else 0
             self.known_boxes[kind] = []
-            of_d, of_h, _ = self.steps_in_x()
+            of_d, of_h, _ = self.steps_in_x
             for d, h, w in typical:
                 held = (-(-d // of_d), -(-h // of_h), w + more)
                 boxes = [(box, count_boxes(held, box.extent)) for box in self.boxes(tile, held)]

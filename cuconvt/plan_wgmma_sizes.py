@@ -190,6 +190,11 @@ class Sizes:
         s = self.shape
         self.tile: Tile | None = None  # the last one whose sizes were asked for, and these: see `of_tile`
         self.sizes: dict[Any, Any] = {}
+        residues = list(zip(s.residues, s.stride, strict=True))
+        # By axis, how many phases share the taps, of which residues have all each, and how far positions that follow
+        # each other are apart in x.
+        self.sharing = tuple(1 if each else stride for each, stride in residues)
+        self.steps_in_x = tuple(stride if each else 1 for each, stride in residues)
         gcds = [gcd(stride, dilation) for stride, dilation in zip(s.stride, s.dilation, strict=True)]
         self.steps = [
             k if alone else stride // g for k, alone, stride, g in zip(s.kernel, s.apart, s.stride, gcds, strict=True)
@@ -234,7 +239,7 @@ class Sizes:
 
     def blocks_can_pack(self, tile: Tile, packs: int) -> bool:
         """Whether a block may pack the weights that it needs itself, all of a tile, which saves a launch."""
-        needs_all = tile.all_phases or tile.slides or prod(self.strides()[:2]) == 1
+        needs_all = tile.all_phases or tile.slides or prod(self.sharing[:2]) == 1
         return tile.resident and needs_all and packs <= PACKS_A_THREAD * 128 * tile.workers
 
     def stores_alone(self, tile: Tile) -> bool:
@@ -280,17 +285,9 @@ class Sizes:
             return self.sums(tile)
         return self.sums(tile) // (self.live[0] if tile.all_phases else 1) * self.shape.kernel[0]
 
-    def strides(self) -> Ints:
-        """Return by axis how many phases share the taps: all, but residues have all taps each."""
-        return tuple(1 if each else stride for each, stride in zip(self.shape.residues, self.shape.stride, strict=True))
-
-    def steps_in_x(self) -> Ints:
-        """Return by axis how far positions that follow each other are apart in x."""
-        return tuple(stride if each else 1 for each, stride in zip(self.shape.residues, self.shape.stride, strict=True))
-
     def rows(self, tile: Tile) -> float:
         """Return the rows of taps along D and H that a block multiplies, on average; of a slice if it slides."""
-        return self.slots_of_chunk(tile) / (1 if tile.all_phases else prod(self.strides()[:2]))
+        return self.slots_of_chunk(tile) / (1 if tile.all_phases else prod(self.sharing[:2]))
 
     def chains(self, tile: Tile) -> int:
         """Return how many sums of a slot's products an output adds up."""
@@ -422,7 +419,7 @@ class Sizes:
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
         (d, h, w), (of_d, of_h, of_w) = box.extent, self.shape.stride
         far = max((1 if tile.slides else d) * of_d, h * of_h, w * of_w)
-        if tile.boxed and max(spans(self.staged(tile, box.extent), self.steps_in_x())) > MAX_BOX:
+        if tile.boxed and max(spans(self.staged(tile, box.extent), self.steps_in_x)) > MAX_BOX:
             return False
         return box.plane <= MAX_POSITIONS and far <= MAX_OUTPUTS and self.shared_bytes(tile, box, True) <= room
 
@@ -454,7 +451,7 @@ class Sizes:
         """
         s = self.shape
         extent = (1, *box.extent[1:]) if tile.slides else box.extent
-        read = spans(tuple(e + reach for e, reach in zip(extent, self.reach(tile), strict=True)), self.steps_in_x())
+        read = spans(tuple(e + reach for e, reach in zip(extent, self.reach(tile), strict=True)), self.steps_in_x)
         written = tuple((e + late) * st for e, late, st in zip(extent, s.late, s.stride, strict=True))
         return max(span(read, layout.x[2:]), span(written, layout.out[2:]), abs(layout.x[1]), abs(layout.out[1]))
 

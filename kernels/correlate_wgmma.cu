@@ -19,6 +19,8 @@
 // in the swizzle of that width. No thread moves an element, and one names the boxes. A wgmma may start at any row, too.
 // For 3xTF32 other warps split what came, each number where it is: its low part goes to a second box.
 //
+// With APART, each tap along an axis is a class of its own, whatever it reads: dilated taps, whose halo would be most of a box.
+//
 // With FOLD, where kernel and stride are equal along W and x is channels-last, the taps along W are channels of x: in memory, these
 // follow each other.
 //

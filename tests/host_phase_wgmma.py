@@ -198,73 +198,32 @@ def filled_cases() -> dict[str, dict[str, Any]]:
 
 def residue_cases() -> dict[str, dict[str, Any]]:
     """Return cases of residues modulo the dilation along D and H, staged by threads and brought by bulk copies."""
-    # Kernel, stride, dilation, C_in, C_out, dtype, precision, channels last or not, the tile, and whether it is boxed.
-    table = (
-        ((3, 2), (1, 1), (2, 3), 17, 12, "float32", "tf32", False, (2, 2, 1, 2, False, 1, 2, 3, False, False), 0),
-        ((2, 3), (1, 2), (5, 1), 24, 9, "bfloat16", None, False, (1, 1, 2, 1, True, 2, 2, 3, False, False), 0),
-        ((3, 3), (1, 1), (4, 2), 9, 8, "float32", "tf32x3", False, (2, 2, 1, 1, True, 1, 2, 6, True, False), 0),
-        ((2, 3, 2), (1, 1, 1), (2, 3, 2), 8, 12, "float16", None, False, (2, 2, 1, 2, True, 1, 2, 6, True, False), 0),
-        (
-            (3, 2, 3),
-            (1, 1, 2),
-            (4, 2, 1),
-            17,
-            8,
-            "float32",
-            "tf32",
-            True,
-            (1, 1, 1, 1, False, 1, 4, 3, False, False),
-            0,
-        ),
-        (
-            (2, 2, 2),
-            (2, 1, 1),
-            (1, 3, 2),
-            12,
-            9,
-            "float32",
-            "tf32x3",
-            False,
-            (1, 1, 1, 2, False, 1, 2, 3, False, False),
-            0,
-        ),
-        ((3, 2), (1, 1), (3, 2), 24, 12, "bfloat16", None, True, (2, 1, 1, 2, False, 1, 2, 6, True, True), 1),
-        (
-            (2, 3, 2),
-            (1, 1, 1),
-            (2, 8, 3),
-            16,
-            9,
-            "float32",
-            "tf32",
-            True,
-            (1, 1, 2, 1, False, 2, 2, 3, False, False),
-            1,
-        ),
-        (
-            (2, 2, 3),
-            (1, 1, 1),
-            (4, 2, 2),
-            24,
-            8,
-            "float32",
-            "tf32x3",
-            True,
-            (2, 1, 1, 1, False, 1, 2, 3, False, False),
-            1,
-        ),
+    # Kernel, stride, dilation, C_in and C_out, the kind, the axes of residues, and the tile but for its blocks.
+    in_rows = (
+        ((3, 2), (1, 1), (2, 3), (17, 12), 2, (0, 1, 0), (2, 2, 1, 2, False, 1, 2, 3, False, False)),
+        ((2, 3), (1, 2), (5, 1), (24, 9), 1, (0, 1, 0), (1, 1, 2, 1, True, 2, 2, 3, False, False)),
+        ((3, 3), (1, 1), (4, 2), (9, 8), 3, (0, 1, 0), (2, 2, 1, 1, True, 1, 2, 6, True, False)),
+        ((2, 3, 2), (1, 1, 1), (2, 3, 2), (8, 12), 0, (1, 1, 0), (2, 2, 1, 2, True, 1, 2, 6, True, False)),
+        ((2, 2, 2), (2, 1, 1), (1, 3, 2), (12, 9), 3, (0, 1, 0), (1, 1, 1, 2, False, 1, 2, 3, False, False)),
+    )
+    channels_last = (
+        ((3, 2, 3), (1, 1, 2), (4, 2, 1), (17, 8), 2, (1, 1, 0), (1, 1, 1, 1, False, 1, 4, 3, False, False)),
+    )
+    boxed = (
+        ((3, 2), (1, 1), (3, 2), (24, 12), 1, (0, 1, 0), (2, 1, 1, 2, False, 1, 2, 6, True, True)),
+        ((2, 3, 2), (1, 1, 1), (2, 8, 3), (16, 9), 2, (1, 1, 0), (1, 1, 2, 1, False, 2, 2, 3, False, False)),
+        ((2, 2, 3), (1, 1, 1), (4, 2, 2), (24, 8), 3, (1, 1, 0), (2, 1, 1, 1, False, 1, 2, 3, False, False)),
     )
     found = {}
-    for index, (kernel, stride, dilation, c_in, c_out, dtype, precision, last, tile, boxed) in enumerate(table):
-        layouts = LAST if last else ROWS
-        spec = Specialisation(kernel, stride, dilation, c_in, c_out, layouts, layouts, groups=1 if boxed else None)
-        axes = zip((1, *kernel)[-3:], (1, *stride)[-3:], (1, *dilation)[-3:], strict=True)
-        d, h, _ = (int(k > 1 == st and of > 1) for k, st, of in axes)
-        blocks = {(1, 1): 2, (2, 2): 1, (2, 1): 1}[tile[:2]]
-        whole = Tile(*tile, False, blocks, boxed=bool(boxed), residues=(d, h, 0))
-        fields = {"precision": precision, "device": Device(90, (1, 2)[index % 2], SHARED_BYTES)}
-        plan = plan_with(whole, index % 3 == 1)
-        found[f"residues-{index}"] = {"spec": spec, "dtype": dtype, "plan": plan, **fields}
+    for index, row in enumerate((*in_rows, *channels_last, *boxed)):
+        kernel, stride, dilation, channels, kind, residues, tile = row
+        (dtype, precision), layouts = KINDS[kind], ROWS if row in in_rows else LAST
+        spec = Specialisation(kernel, stride, dilation, *channels, layouts, layouts, groups=1 if row in boxed else None)
+        blocks = 2 if tile[0] == 1 else 1  # of a multiprocessor, as few workers have
+        whole = Tile(*tile, False, blocks, boxed=row in boxed, residues=residues)
+        device = Device(90, (1, 2)[index % 2], SHARED_BYTES)
+        fields = {"precision": precision, "device": device, "plan": plan_with(whole, index % 3 == 1)}
+        found[f"residues-{index}"] = {"spec": spec, "dtype": dtype, **fields}
     return found
 
 

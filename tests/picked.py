@@ -1,8 +1,8 @@
 """The plans that the planner picks: for the benchmark's cases, and for a spread of layers of common networks.
 
 Each case is planned in each precision and both layouts, each layer in a precision and a layout that are drawn for it
-and the architecture; forward and gradients. Neither N nor extents change what is
-compiled, but for y that is turned and for tiles of boxes.
+and the architecture; forward and gradients. Neither N nor extents change what is compiled, but for y that is turned and
+for tiles of boxes.
 """
 
 from __future__ import annotations

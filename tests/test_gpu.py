@@ -386,7 +386,9 @@ TURNED = {
     "ragged": case((2, 24, 5, 7, 11), 57, (2, 3, 4), padding=((0, 1), (2, 0), (1, 1)), **LAST),
     "apart": case((2, 64, 12, 13, 14), 48, 3, padding=4, dilation=5, has_bias=True, **LAST),
     "apart_along_w": case((2, 256, 33, 33), 128, 3, padding=12, dilation=12, **LAST),
-    "apart_rows_of_the_result": case((2, 64, 9, 40), 40, (3, 4), padding=4, dilation=(6, 3), x_layout="channels_last"),
+    "dilated_rows_of_the_result": case(
+        (2, 64, 9, 40), 40, (3, 4), padding=4, dilation=(6, 3), x_layout="channels_last"
+    ),
     "rows_of_the_result": case((2, 64, 12, 40), 48, 3, padding=1, has_bias=True, x_layout="channels_last"),
 }
 

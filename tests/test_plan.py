@@ -25,7 +25,7 @@ from fixed_cases import FIXED
 from host.backend import plan_or_refusal
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import Problem, Specialisation, case, problems
+from strategies import KINDS, Problem, Specialisation, case, problems
 from test_plan_shares import assert_each_slice_once
 
 from cuconvt.geometry import Geometry, make_geometry
@@ -579,6 +579,31 @@ def test_wgmma_is_chosen_for_16_bits(problem: Problem, last: bool) -> None:
     geometry = geometry_of(problem)
     kernel = "correlate_wgmma" if last and max(geometry.stride) == 1 else "phase_wgmma"
     assert make_plan(geometry, "bfloat16", layout_of(geometry, last), None, DEVICES[90]).kernel == kernel
+
+
+FAR = (2, 128, 24, 24, 24), (4, 512, 33, 33)  # of shapes, with dilations whose boxes would be mostly halo
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[1] or kind[0])
+@pytest.mark.parametrize(("shape", "dilation"), [*zip(FAR, (4, 12), strict=True)], ids=["3d", "2d"])
+def test_dilation_without_a_stride_has_boxes_without_its_halo(shape: Ints, dilation: int, kind: Kind) -> None:
+    dtype, precision = kind
+
+    def defines(shape: Ints, dilation: int, last: bool) -> dict[str, int]:
+        geometry = geometry_of(case(shape, 128, 3, padding=dilation, dilation=dilation))
+        return dict(make_plan(geometry, dtype, layout_of(geometry, last), precision, DEVICES[90]).defines)
+
+    rows, channels_last = defines(shape, dilation, False), defines(shape, dilation, True)
+    assert (rows["RESIDUES_D"], rows["RESIDUES_H"]) == (int(len(shape) == 5), 1)
+    assert any(channels_last.get(f"APART_{axis}") for axis in "DHW")
+    for last in (False, True):
+        near = defines(shape, 1, last)
+        assert not any(name.startswith(("RESIDUES", "APART")) for name in near)
+    n, c_in, *extents = shape
+    others = (n + 3, c_in, *(extent + 16 for extent in extents))
+    assert defines(others, dilation, False) == rows  # nothing is compiled anew
+    if precision != "tf32x3":  # whose tiles of boxes suit the size
+        assert defines(others, dilation, True) == channels_last
 
 
 # Measured to take 0.4 to 0.9 times as long as with the kernel that estimates had put first.
