@@ -54,6 +54,7 @@ COMPARED_OF_DISJOINT, FEW_PAIRS = 1.4, 4096
 # elements of x and y are copied one by one, of 12; and in rows where those of y are, or else of x, of 60.
 COMPARED_OF_LAST, COMPARED_OF_VOLUMES_LAST, FEW_TAPS, OF_SINGLE_LAST = 1.7, 1.35, 27, 5.0
 OF_SINGLE_Y, OF_SINGLE_X = 2.0, 1.3
+OF_SINGLE_ROWS = 0.75  # of 16 bits in rows with one axis, without groups: of 17 layers
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,10 @@ def _compared(work: _Work, tile: Tile, precision: str | None) -> float:
             return (of_volumes if g.rank == 3 else COMPARED_OF_LAST) * (OF_SINGLE_LAST if are_single else 1)
         if work.x_last:
             return 1
+        of_rows = OF_SINGLE_ROWS if g.rank == g.groups == 1 else 1
         if work.copy_bytes_y(tile) == work.single:
-            return OF_SINGLE_Y
-        return OF_SINGLE_X if work.copy_bytes_x() == work.single else 1
+            return of_rows * OF_SINGLE_Y
+        return of_rows * (OF_SINGLE_X if work.copy_bytes_x() == work.single else 1)
     is_narrow = g.c_in_per_group * g.c_out_per_group <= FEW_PAIRS
     is_disjoint = precision == "tf32" and g.rank == 3 and g.kernel == g.stride and not work.y_last
     return COMPARED_OF_DISJOINT if is_disjoint and is_narrow else 1

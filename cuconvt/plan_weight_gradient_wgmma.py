@@ -71,6 +71,7 @@ BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
 # at a time: such that it is chosen where eleven problems each, in bfloat16 and TF32, took less time than with
 # weight_gradient_gemm, its only rival.
 COST_OF_TIME = {2: {16: 0.75, 4: 0.9, 2: 0.41, 1: 0.41}, 4: {16: 1.2, 4: 1.1, 1: 1.1}}
+OF_DILATION = 1.5  # of that, for 16 bits in rows with up to two axes and no stride: of 31 layers
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,9 @@ def plan_weight_gradient_wgmma(
     geometry, layout = batch_as_depth(geometry, layout)
     index64 = reads_need_64_bits(geometry, layout, LARGEST_BOX)
     work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype], index64))
+    compared = _compared(geometry, layout, work.itemsize)
     if tile is None:
-        times = min(COST_OF_TIME[work.itemsize].values()) * geometry.n * prod(geometry.x_extent)
+        times = compared * min(COST_OF_TIME[work.itemsize].values()) * geometry.n * prod(geometry.x_extent)
         if (least := times * least_of_all(work.shape, device)) > most:
             return Refusal(name, f"cost at least {least:.3g} against {most:.3g}")
         tile = choose_tile(work.shape, device)
@@ -241,12 +243,21 @@ def plan_weight_gradient_wgmma(
             work.reach(tile).bytes,
             (*box, work.stage(tile, box).y_channel, 0, 0, 0, 0, 0, 0, 0),
         ),
-        cost=COST_OF_TIME[work.itemsize][work.reach(tile).bytes] * cost * geometry.n * prod(geometry.x_extent),
+        cost=compared
+        * COST_OF_TIME[work.itemsize][work.reach(tile).bytes]
+        * (cost * geometry.n * prod(geometry.x_extent)),
         workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
         sums=tiles * tile.values if parts > 1 else 0,
         sums_a_block=tile.sums_a_block if 1 < parts <= FEW_PARTS else 0,
         tile=tile,
     )
+
+
+def _compared(geometry: Geometry, layout: Layout, itemsize: int) -> float:
+    """Return what the cost is multiplied with beside."""
+    g, in_rows = geometry, not (layout.x_channels_last or layout.out_channels_last)
+    is_slower = in_rows and itemsize == 2 and g.rank < 3 and max(g.stride) == 1 < max(g.dilation)
+    return OF_DILATION if is_slower else 1
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
