@@ -68,6 +68,9 @@ STORED_IN_PARTS = 1.3  # how much longer few channels take, channels-last: they 
 # How much longer single rows of more than so many channels take beside Hopper's kernels, whose boxes suit few positions
 # better: of 13 layers.
 SINGLE_ROWS, FEW_COLUMNS = 1.2, 16
+# Likewise with so many channels of x in rows of one axis, but for 3xTF32, and of two, unless that is a product of
+# matrices in TF32: of 59 layers.
+MANY_CHANNELS, ROWS_OF_MANY, PLANES_OF_MANY = 256, 1.5, 1.7
 # Likewise in 3xTF32, where phases are no channels: in rows with several axes and so many taps or a stride, and
 # channels-last, but for some channels of the result without a stride. Of 72 layers.
 SPLIT, MANY_TAPS, SOME_COLUMNS = 1.5, 16, range(2, 9)
@@ -144,11 +147,8 @@ def plan_phase_gemm(
         ("SHARED_BYTES", shared),
     )
     chunks = -(-geometry.c_in_per_group // work.chunk(tile))
-    in_single_rows = geometry.rank == 1 and not layout.x_channels_last and geometry.c_out_per_group > FEW_COLUMNS
     beside_wgmma = refuse_tensor_cores(dtype, precision, device, wgmma=True) is None
-    compared = SINGLE_ROWS if in_single_rows and beside_wgmma else 1
-    if beside_wgmma and precision == "tf32x3" and not tile.phases_as_channels and _is_slower_split(geometry, layout):
-        compared *= SPLIT
+    compared = _compared(geometry, precision, layout, tile) if beside_wgmma else 1
     packed = geometry.groups * tiles_c * gemm.kernel[0] * gemm.kernel[1] * chunks * work.piece_words(tile)
     return Plan(
         kernel="phase_gemm",
@@ -194,6 +194,22 @@ def _works(
         if not (refuse_taps(gemm) or refuse_phases(gemm)):
             works[True] = _Work(gemm, dtype, precision, layout, device.compute_capability, geometry)
     return works, None if works else reason
+
+
+def _compared(geometry: Geometry, precision: str | None, layout: Layout, tile: Tile) -> float:
+    """Return how much longer a problem takes than the estimate says, beside Hopper's kernels."""
+    g, compared = geometry, 1.0
+    if not layout.x_channels_last:
+        are_many = g.c_in_per_group >= MANY_CHANNELS
+        if g.rank == 1 and are_many and precision != "tf32x3":
+            compared = ROWS_OF_MANY
+        elif g.rank == 1 and g.c_out_per_group > FEW_COLUMNS:
+            compared = SINGLE_ROWS
+        elif g.rank == 2 and are_many and (g.taps > 1 or precision != "tf32"):
+            compared = PLANES_OF_MANY
+    if precision == "tf32x3" and not tile.phases_as_channels and _is_slower_split(geometry, layout):
+        compared *= SPLIT
+    return compared
 
 
 def _is_slower_split(geometry: Geometry, layout: Layout) -> bool:

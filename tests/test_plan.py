@@ -626,6 +626,11 @@ def test_dilation_without_a_stride_has_boxes_without_its_halo(shape: Ints, dilat
         (case((16, 96, 50, 50), 1, 4, padding=1), "ieee", False, "gather"),
         (case((1, 4, 64, 45, 24), 64, 4, 2, 1), "tf32x3", True, "phase_wgmma"),
         (case((64, 3, 28, 50), 64, 4, 2, 1), "tf32", True, "phase_wgmma"),
+        (case((4, 512, 48, 65), 16, 3, padding=1, dilation=2), "tf32", False, "phase_wgmma"),
+        (case((4, 1024, 64, 33), 8, 3, padding=1), "tf32x3", False, "phase_wgmma"),
+        (case((2, 256, 4000), 24, 3, 4), "tf32", False, "phase_wgmma"),
+        (case((16, 256, 65, 64), 16, 1), "tf32", False, "phase_gemm"),  # a product of matrices
+        (case((4, 64, 16, 20, 33), 3, 3, 2), "tf32", False, "tap_columns"),
         (case((2, 192, 24, 32, 20), 96, 2, 2, groups=16), "tf32", True, "narrow_groups"),
     ],
     ids=[
@@ -645,6 +650,11 @@ def test_dilation_without_a_stride_has_boxes_without_its_halo(shape: Ints, dilat
         "one-result-ieee",
         "few-inputs",
         "few-inputs-2d",
+        "few-results-of-many-inputs",
+        "few-results-of-many-inputs-tf32x3",
+        "few-results-of-many-inputs-1d",
+        "few-results-of-one-tap",
+        "few-results-of-a-volume",
         "disjoint-groups",
     ],
 )
