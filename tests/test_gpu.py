@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -459,13 +459,17 @@ def test_boxes_that_are_split(cupy: Any, split: None, name: str) -> None:
 @pytest.mark.parametrize("split", range(2), indirect=True)
 @pytest.mark.parametrize("name", ["volume", "image", "two_groups", "row_by_eight"])
 def test_special_values_of_boxes_that_are_split(cupy: Any, split: None, name: str, checked: Any) -> None:
-    problem = COPIED[name]
+    checked(COPIED[name], channels_last(COPIED[name].rank, cupy), "tf32x3")
+
+
+def channels_last(rank: int, cupy: Any) -> Callable[[Any], Any]:
+    """Return a function that puts arrays channels-last on the GPU."""
 
     def last(array: Any) -> Any:
         of_channels = array is None or array.ndim == 1
-        return to_gpu(array) if of_channels else place(array, problem.rank, "channels_last", cupy)[0]
+        return to_gpu(array) if of_channels else place(array, rank, "channels_last", cupy)[0]
 
-    checked(problem, last, "tf32x3")
+    return last
 
 
 # Dilation without a stride along D or H, in boxes of one residue: in rows, aligned or not, and channels-last, of which
@@ -510,6 +514,14 @@ def by_residues(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("name", RESIDUES)
 def test_residues_are_phases(cupy: Any, by_residues: None, name: str, dtype: str, precision: str | None) -> None:
     check(RESIDUES[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+@pytest.mark.parametrize("by_residues", range(2), indirect=True)
+@pytest.mark.parametrize("name", ["image", "volume", "beyond_x", "boxed"])
+def test_special_values_of_residues(cupy: Any, by_residues: None, name: str, checked: Any) -> None:
+    problem = RESIDUES[name]
+    checked(problem, channels_last(problem.rank, cupy) if name == "boxed" else to_gpu, "tf32x3")
 
 
 # So few boxes that each has a block, which packs the weights that it needs: of blocks that slide, own all phases or
@@ -601,6 +613,12 @@ def by_turned() -> Iterator[None]:
 @pytest.mark.parametrize("name", TURNED)
 def test_a_stride_of_1_by_boxes(cupy: Any, by_turned: None, name: str, dtype: str, precision: str | None) -> None:
     check(TURNED[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+@pytest.mark.parametrize("name", ["apart", "apart_along_w"])
+def test_special_values_of_boxes_apart(cupy: Any, by_turned: None, name: str, checked: Any) -> None:
+    checked(TURNED[name], channels_last(TURNED[name].rank, cupy), "tf32x3")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
