@@ -16,7 +16,7 @@ from cuconvt.choices import Choices
 from cuconvt.compile import architecture, load_kernel
 from cuconvt.geometry import Geometry
 from cuconvt.launch import can_start_early
-from cuconvt.plan import Device, Layout, Plan, make_plan, problem_struct, struct_of
+from cuconvt.plan import Device, Layout, Plan, make_plan, problem_struct, show, struct_of
 from cuconvt.plan_search import kept_in
 from cuconvt.plan_single import without_steps
 from cuconvt.tuned import tuned_plan
@@ -107,6 +107,7 @@ def _prepare(geometry: Geometry, dtype: str, layout: Layout, precision: str | No
     device = device_properties(device_id)
     with kept_in(Choices()):
         plan = choose_plan(geometry, dtype, layout, precision, device)
+    show(plan, geometry, dtype, precision)
     return prepare(plan, device)
 
 

@@ -13,7 +13,7 @@ from cuconvt.choices import Choices
 from cuconvt.cuda import Launch, choose_plan, device_properties, load, prepare
 from cuconvt.geometry import Geometry
 from cuconvt.launch import can_start_early
-from cuconvt.plan import Device, Layout, Plan, problem_struct, struct_of
+from cuconvt.plan import Device, Layout, Plan, problem_struct, show, struct_of
 from cuconvt.plan_correlate import make_correlate_plan
 from cuconvt.plan_correlate_turning import plan_unstrided
 from cuconvt.plan_search import kept_in
@@ -100,6 +100,7 @@ def _prepare_correlate(geometry: Geometry, dtype: str, layout: Layout, precision
     device = device_properties(device_id)
     with kept_in(Choices()):
         plan = choose_correlate_plan(geometry, dtype, layout, precision, device)
+    show(plan, geometry, dtype, precision)
     return prepare(plan, device)
 
 
@@ -110,6 +111,7 @@ def _prepare_weight_gradient(
     device = device_properties(device_id)
     with kept_in(Choices()):
         plan = make_weight_gradient_plan(geometry, dtype, layout, precision, device)
+    show(plan, geometry, dtype, precision)
     return prepare_weight_gradient(plan, dtype, device)
 
 

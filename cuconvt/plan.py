@@ -221,14 +221,7 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
             plan_gather,
         )
     ]
-    return cheapest(geometry, dtype, precision, proposals)
-
-
-def cheapest(geometry: Geometry, dtype: str, precision: str | None, proposals: list[Plan | Refusal]) -> Plan:
-    """Return the plan with the least cost, and show it."""
-    plan = best_of(geometry, proposals)
-    show(plan, geometry, dtype, precision)
-    return plan
+    return best_of(geometry, proposals)
 
 
 def least_cost(proposals: list[Plan | Refusal]) -> float:
@@ -248,7 +241,7 @@ def best_of(geometry: Geometry, proposals: list[Plan | Refusal]) -> Plan:
 
 
 def show(plan: Plan, geometry: Geometry, dtype: str, precision: str | None) -> None:
-    """Print a plan on standard error, where ``CUCONVT_DEBUG=plan`` asks for it."""
+    """Print the plan of a call on standard error, where ``CUCONVT_DEBUG=plan`` asks for it."""
     if "plan" in os.environ.get("CUCONVT_DEBUG", "").split(","):
         print(f"cuconvt plan for {geometry} {dtype} {precision or ''}\n  {plan}", file=sys.stderr)
 

@@ -25,7 +25,7 @@ from cuconvt.plan import (
     Refusal,
     at_residue,
     axis_macros,
-    cheapest,
+    best_of,
     least_cost,
     needs_64_bits,
     problem_parameters,
@@ -100,7 +100,7 @@ def make_correlate_plan(geometry: Geometry, dtype: str, layout: Layout, precisio
     proposals += (family(geometry, dtype, layout, precision, device, most=most) for family in of_wgmma)
     most = least_cost(proposals)
     proposals.append(plan_correlate_of_phases(geometry, dtype, layout, precision, device, most=most))
-    return cheapest(geometry, dtype, precision, proposals)
+    return best_of(geometry, proposals)
 
 
 def plan_correlate(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, show
+from cuconvt.plan import Device, Ints, Layout, Plan, Refusal
 from cuconvt.plan_correlate_wgmma import plan_correlate_wgmma
 from cuconvt.plan_phase_wgmma_work import FEWEST_TURNED
 from cuconvt.plan_turn import Array, channels_last, reached, turn_of
@@ -82,15 +82,12 @@ def plan_unstrided(
         other = plan_correlate_wgmma(geometry, dtype, layout, precision, device, sized=True)
         if isinstance(other, Refusal) or other.tile == plan.tile:
             return plan
-        other = replace(other, cost=plan.cost, refused=plan.refused)
-    else:
-        other = _plan_turned(geometry, dtype, layout, precision, device, plan.cost)
-        if isinstance(other, Refusal) or other.cost >= plan.cost:
-            reason = other.reason if isinstance(other, Refusal) else f"cost {other.cost:.3g} against {plan.cost:.3g}"
-            return replace(plan, refused=(*plan.refused, f"{NAME}: {reason}"))
-        other = replace(other, refused=(*plan.refused, f"{plan.kernel}: cost {plan.cost:.3g} against {other.cost:.3g}"))
-    show(other, geometry, dtype, precision)
-    return other
+        return replace(other, cost=plan.cost, refused=plan.refused)
+    other = _plan_turned(geometry, dtype, layout, precision, device, plan.cost)
+    if isinstance(other, Refusal) or other.cost >= plan.cost:
+        reason = other.reason if isinstance(other, Refusal) else f"cost {other.cost:.3g} against {plan.cost:.3g}"
+        return replace(plan, refused=(*plan.refused, f"{NAME}: {reason}"))
+    return replace(other, refused=(*plan.refused, f"{plan.kernel}: cost {plan.cost:.3g} against {other.cost:.3g}"))
 
 
 def _plan_turned(

@@ -23,7 +23,7 @@ from cuconvt.plan import (
     Refusal,
     alike,
     axis_macros,
-    cheapest,
+    best_of,
     least_cost,
     problem_parameters,
     refuse_steps,
@@ -105,7 +105,7 @@ def make_weight_gradient_plan(
     proposals = [family(geometry, dtype, layout, precision, device) for family in families]
     for last in (plan_weight_gradient_wgmma, plan_weight_gradient):
         proposals.append(last(geometry, dtype, layout, precision, device, most=least_cost(proposals)))
-    return cheapest(geometry, dtype, precision, proposals)
+    return best_of(geometry, proposals)
 
 
 def plan_weight_gradient(

@@ -31,7 +31,7 @@ from cuconvt import (
 from cuconvt.choices import planners_digest
 from cuconvt.compile import cache_folder, digest_of, replace_file, sources_of
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Layout, Plan, Refusal, best_of, show
+from cuconvt.plan import Device, Layout, Plan, Refusal, best_of
 
 SCHEMA = 1
 
@@ -114,9 +114,7 @@ def tuned_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
         geometry, [family.plan(geometry, dtype, layout, precision, device) for family in FAMILIES.values()]
     )
     others = (line for line in planner.refused if not line.startswith(f"{plan.kernel}:"))
-    plan = replace(plan, tuned=True, refused=(f"{against}, measured by `python -m cuconvt tune`", *others))
-    show(plan, geometry, dtype, precision)
-    return plan
+    return replace(plan, tuned=True, refused=(f"{against}, measured by `python -m cuconvt tune`", *others))
 
 
 def is_ignored() -> bool:

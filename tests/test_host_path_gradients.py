@@ -76,6 +76,28 @@ def test_only_the_first_call_takes_all_steps(backend: Backend, operation: str) -
     assert [(k.kernel, k.problem) for k in backend.launched] == [(k.kernel, k.problem) for k in first]
 
 
+@pytest.mark.parametrize("operation", [name for name in RESULTS if not name.endswith("bias")])
+def test_a_plan_is_printed_once(
+    backend: Backend, operation: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUCONVT_DEBUG", "plan")
+    for _ in range(3):
+        call(backend, operation)
+    assert capsys.readouterr().err.count("cuconvt plan for") == 1
+
+
+def test_of_two_plans_without_a_stride_one_is_printed(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the transposed convolution that it is, and of its own: y turned before."""
+    monkeypatch.setenv("CUCONVT_DEBUG", "plan")
+    x, weight = backend.array((2, 64, 12, 12, 12)), backend.array((64, 64, 3, 3, 3))
+    cuconvt.conv3d(x, weight, padding=1, precision="tf32")
+    (plan,) = capsys.readouterr().err.split("cuconvt plan for ")[1:]
+    assert "correlate_wgmma: grid" in plan
+    assert "X_TURNED=1" in plan
+
+
 @every_operation
 def test_the_arrays_of_the_call_are_launched(backend: Backend, operation: str) -> None:
     out = backend.array(RESULTS[operation])

@@ -30,7 +30,19 @@ from test_plan_shares import assert_each_slice_once
 
 from cuconvt.geometry import Geometry, make_geometry
 from cuconvt.phases import axis_phases
-from cuconvt.plan import DTYPE_CODES, PATCHES, SHARES, Device, Layout, Plan, Refusal, make_plan, positions, round_up
+from cuconvt.plan import (
+    DTYPE_CODES,
+    PATCHES,
+    SHARES,
+    Device,
+    Layout,
+    Plan,
+    Refusal,
+    make_plan,
+    positions,
+    round_up,
+    show,
+)
 from cuconvt.plan_disjoint import plan_disjoint
 from cuconvt.plan_few_channels import plan_few_channels
 from cuconvt.plan_gather import plan_gather
@@ -346,20 +358,20 @@ def test_a_plan_can_be_printed() -> None:
     assert str(lost) == f"{text}\n  not other: no such tile\n  not slow: cost 2 against 1"
 
 
-def test_debug_prints_a_plan_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("CUCONVT_DEBUG", "other,plan")
+@pytest.mark.parametrize(("debug", "is_printed"), [("other,plan", True), ("planning", False), (None, False)])
+def test_a_plan_is_shown_where_debug_asks_for_it(
+    debug: str | None, is_printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if debug is not None:
+        monkeypatch.setenv("CUCONVT_DEBUG", debug)
     make_plan.cache_clear()
     plan = plan_of(FIXED["kb77"])
+    assert capsys.readouterr() == ("", "")  # to plan prints nothing
+    show(plan, geometry_of(FIXED["kb77"]), "float32", "tf32x3")
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("cuconvt plan for Geometry(rank=3, ")
-    assert str(plan) in printed.err
-    plan_of(FIXED["kb77"])
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("CUCONVT_DEBUG", "planning")
-    make_plan.cache_clear()
-    plan_of(FIXED["kb77"])
-    assert capsys.readouterr() == ("", "")
+    assert printed.err.startswith("cuconvt plan for Geometry(rank=3, ") == is_printed
+    assert (str(plan) in printed.err) == is_printed
 
 
 # ---- fallbacks and refusals --------------------------------------------------------------------------------------
