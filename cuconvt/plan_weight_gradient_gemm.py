@@ -54,7 +54,7 @@ COMPARED_OF_DISJOINT, FEW_PAIRS = 1.4, 4096
 # elements of x and y are copied one by one, of 12; and in rows where those of y are, or else of x, of 60.
 COMPARED_OF_LAST, COMPARED_OF_VOLUMES_LAST, FEW_TAPS, OF_SINGLE_LAST = 1.7, 1.35, 27, 5.0
 OF_SINGLE_Y, OF_SINGLE_X = 2.0, 1.3
-OF_SINGLE_ROWS = 0.75  # of 16 bits in rows with one axis, without groups: of 17 layers
+OF_SINGLE_ROWS = 0.75  # of 16 bits in rows with one axis, without groups: of 19 layers
 
 
 @dataclass(frozen=True)

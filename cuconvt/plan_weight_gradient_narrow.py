@@ -64,7 +64,7 @@ MANY = 1000  # images
 # What the estimate is more optimistic than those of the other kernels, by bytes of an element and products.
 COMPARED = {(4, 3): 0.7, (4, 1): 0.8, (2, 1): 0.9}
 OF_FEW_AXES = 0.8  # of that, with one axis, in TF32 also with two
-OF_GROUPS = {2: 0.85, 3: 1.3}  # and for groups, by rank, with three axes but for 3xTF32: of 46 layers and of 23
+OF_GROUPS = {2: 0.85, 3: 1.3}  # and for groups, by rank, with three axes but for 3xTF32: of 46 layers and of 22
 
 
 @dataclass(frozen=True)
