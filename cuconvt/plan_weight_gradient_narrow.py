@@ -64,7 +64,7 @@ MANY = 1000  # images
 # What the estimate is more optimistic than those of the other kernels, by bytes of an element and products.
 COMPARED = {(4, 3): 0.7, (4, 1): 0.8, (2, 1): 0.9}
 OF_FEW_AXES = 0.8  # of that, with one axis, in TF32 also with two
-OF_GROUPS = {2: 0.85, 3: 1.3}  # and for groups, by rank, with three axes but for 3xTF32: of 46 layers and of 22
+OF_GROUPS = {(2, 1): 0.85, (2, 3): 0.85, (3, 1): 1.3}  # and for groups, by rank and products: of 46 layers and of 22
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,7 @@ def plan_weight_gradient_narrow(
 
 def _compared(g: Geometry, work: Work) -> float:
     few_axes = g.rank == 1 or (g.rank == 2 and (work.itemsize, work.products) == (4, 1))
-    has_own = g.groups > 1 and not (g.rank == 3 and work.products == 3)
-    of_groups = OF_GROUPS.get(g.rank, 1) if has_own else 1
+    of_groups = OF_GROUPS.get((g.rank, work.products), 1) if g.groups > 1 else 1
     return COMPARED[work.itemsize, work.products] * (OF_FEW_AXES if few_axes else 1) * of_groups
 
 

@@ -196,10 +196,9 @@ def plan_weight_gradient_wgmma(
     geometry, layout = batch_as_depth(geometry, layout)
     index64 = reads_need_64_bits(geometry, layout, LARGEST_BOX)
     work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype], index64))
-    compared = _compared(geometry, layout, work.itemsize)
+    times = _compared(geometry, layout, work.itemsize) * geometry.n * prod(geometry.x_extent)
     if tile is None:
-        times = compared * min(COST_OF_TIME[work.itemsize].values()) * geometry.n * prod(geometry.x_extent)
-        if (least := times * least_of_all(work.shape, device)) > most:
+        if (least := times * min(COST_OF_TIME[work.itemsize].values()) * least_of_all(work.shape, device)) > most:
             return Refusal(name, f"cost at least {least:.3g} against {most:.3g}")
         tile = choose_tile(work.shape, device)
     cost = None if tile is None else work.typical_cost(tile, device)
@@ -243,9 +242,7 @@ def plan_weight_gradient_wgmma(
             work.reach(tile).bytes,
             (*box, work.stage(tile, box).y_channel, 0, 0, 0, 0, 0, 0, 0),
         ),
-        cost=compared
-        * COST_OF_TIME[work.itemsize][work.reach(tile).bytes]
-        * (cost * geometry.n * prod(geometry.x_extent)),
+        cost=times * COST_OF_TIME[work.itemsize][work.reach(tile).bytes] * cost,
         workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
         sums=tiles * tile.values if parts > 1 else 0,
         sums_a_block=tile.sums_a_block if 1 < parts <= FEW_PARTS else 0,

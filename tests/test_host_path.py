@@ -328,7 +328,6 @@ def test_plans_are_printed_once(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUCONVT_DEBUG", "plan")
-    make_plan.cache_clear()
     for _ in range(3):
         backend.call()
         backend.call(stride=3)

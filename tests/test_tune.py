@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 from described import DEVICES, geometry_of, layout_of
 from fixed_cases import FIXED
+from no_gpu import SHAPES, without_gpu
+from strategies import case
 
 from cuconvt import choices, cpu, info, tune, tune_compile, tuned
 from cuconvt.__main__ import main
 from cuconvt.bench.cases import PRECISIONS, parse_case
 from cuconvt.bench.result import Times
 from cuconvt.compile import cache_folder, cached_file
-from cuconvt.plan import Plan, make_plan
+from cuconvt.plan import Plan, make_plan, show
 from cuconvt.plan_gather import candidates as gather_candidates
 from cuconvt.tune_outcome import Outcome, Problem, table
 from cuconvt.tuned import FAMILIES, Choice, key_of, save, sources_digest, store_file, tuned_plan
@@ -91,8 +93,8 @@ def test_a_refused_problem_has_no_candidates() -> None:
 
 
 def test_candidates_of_one_and_two_axes() -> None:
-    for case in ("2x64x200:32:k4:s2:p1", "2x64x20x20:32:k4:s2:p1", "2x8x20x20:8:k4:s2:p1:g8"):
-        geometry = parse_case(case).geometry
+    for text in ("2x64x200:32:k4:s2:p1", "2x64x20x20:32:k4:s2:p1", "2x8x20x20:8:k4:s2:p1:g8"):
+        geometry = parse_case(text).geometry
         arguments = (geometry, "float16", layout_of(geometry), None, DEVICES[90])
         planner = make_plan(*arguments)
         assert planner in FAMILIES[planner.kernel].candidates(*arguments)
@@ -252,10 +254,30 @@ def test_a_choice_that_cannot_be_planned_is_ignored_with_one_warning(changes: di
 # What says so
 
 
-def test_the_printed_plan_says_so() -> None:
+def test_the_printed_plan_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, plan = arguments_of("gather"), other_candidate("gather")
     save(key_of(*arguments), choice_of(plan))
-    assert str(tuned_plan(*arguments)).startswith("gather (tuned): grid")
+    monkeypatch.setenv("CUCONVT_DEBUG", "plan")
+    found = tuned_plan(*arguments)
+    assert found is not None
+    geometry, dtype, _, precision, _ = arguments
+    show(found, geometry, dtype, precision)
+    printed = capsys.readouterr().err
+    assert printed.startswith("cuconvt plan for Geometry(")
+    assert str(found) in printed
+    assert "gather (tuned): grid" in printed
+
+
+def test_a_call_prints_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    geometry = geometry_of(case(SHAPES["x"], 6, 3, 2, 1, 1, has_bias=True))
+    arguments = geometry, "float32", layout_of(geometry), "ieee", DEVICES[90]
+    save(key_of(*arguments), choice_of(next(gather_candidates(*arguments))))
+    monkeypatch.setenv("CUCONVT_DEBUG", "plan")
+    with without_gpu() as backend:
+        for _ in range(2):
+            backend.call(precision="ieee")
+    printed = capsys.readouterr().err
+    assert printed.count("cuconvt plan for") == printed.count("gather (tuned): grid") == 1
 
 
 def test_calls_on_a_gpu_use_it() -> None:
