@@ -26,7 +26,7 @@ from cuconvt.plan_copies import x_copy_macros
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_wgmma_work import MAX_CLASSES, PLAIN, REGISTERS, Tile, Way, Work
 from cuconvt.plan_phase_wgmma_work import FEWEST_TURNED
-from cuconvt.plan_search import cheapest_tile, remembered, step_of_size
+from cuconvt.plan_search import LEAST_GAIN_OF_SIZE, WORTH_A_SEARCH, cheapest_tile, remembered, step_of_size
 from cuconvt.plan_turned import turned
 from cuconvt.plan_views import batch_as_depth, taps_follow_each_other, with_taps_as_channels
 from cuconvt.plan_wgmma_boxes import LONGER_RING, best_tile, with_longer_ring
@@ -132,21 +132,30 @@ def _tile_of_size(
 ) -> Tile:
     """Return the tile whose boxes take the least time for so many positions, or the given one.
 
-    That is where `Work.clocks_of_norm` estimates it well enough.
+    That is where `Work.clocks_of_norm` estimates it well enough. Sizes alike share a tile where that costs little.
     """
     g, _ = as_read(geometry, layout, tile.fold)
     work = work_of(geometry, layout, dtype, precision, tile.way)
     is_rough = work.unstrided and work.parts == 1
     if (is_rough and not sized) or min(*g.out_extent, g.n) == 0:
         return tile
-    times, extents = step_of_size(g.n) * g.groups, tuple(map(step_of_size, g.out_extent))
-    of_size = choose_tile_of_size(work.shape, times, extents, device)
-    if of_size is None:
+    size = g.n * g.groups, g.out_extent
+    alike = step_of_size(g.n) * g.groups, tuple(map(step_of_size, g.out_extent))
+
+    def clocks(of: Tile, times: int, extents: Ints) -> float:
+        return work.clocks_of_size(of, times, extents, device) or inf
+
+    found = choose_tile_of_size(work.shape, *alike, device)
+    if found is None:
         return tile
-    if is_rough:
-        clocks = work.clocks_of_size(tile, times, extents, device)
-        return tile if clocks is not None and of_size[1] > LEAST_GAIN * clocks else of_size[0]
-    return of_size[0]
+    (shared, least), least_gain = found, LEAST_GAIN_OF_SIZE
+    if is_rough and least > LEAST_GAIN * (of_tile := clocks(tile, *alike)):
+        shared, least, least_gain = tile, of_tile, LEAST_GAIN
+    now, more = clocks(shared, *size), size[0] * prod(size[1]) / (alike[0] * prod(alike[1]))
+    if now <= WORTH_A_SEARCH * more * least:
+        return shared
+    own = choose_tile_of_size(work.shape, *size, device)
+    return own[0] if own is not None and own[1] <= least_gain * now else shared
 
 
 def plan_turned_correlate_wgmma(

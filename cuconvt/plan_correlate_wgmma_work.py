@@ -268,9 +268,9 @@ class Work(WorkOnPlanes):
     def fits(self, tile: wgmma.Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        if tile.boxed and max(spans(self.staged(tile, box.extent), self.shape.stride)) > MAX_BOX:
+        if box.plane > MAX_POSITIONS or self.shared_bytes(tile, box, True) > room:
             return False
-        return box.plane <= MAX_POSITIONS and self.shared_bytes(tile, box, True) <= room
+        return not tile.boxed or max(spans(self.staged(tile, box.extent), self.shape.stride)) <= MAX_BOX
 
     def staged(self, tile: wgmma.Tile, extent: Ints) -> Ints:
         """Return the extents of a box of such positions with its halo."""

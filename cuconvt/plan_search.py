@@ -15,6 +15,10 @@ from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 ROUNDINGS = 1e-9  # of a cost, relative to it: more than they are
+# Sizes alike share a tile, which is compiled once, unless one of its own takes less than so much of the estimated time.
+# It is looked for where a position takes so much longer than in the size that the shared tile is best for.
+LEAST_GAIN_OF_SIZE = 0.9
+WORTH_A_SEARCH = 1.15
 
 Tile = TypeVar("Tile")
 Size = TypeVar("Size")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from math import gcd, prod
+from math import gcd, inf, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -23,7 +23,7 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
-from cuconvt.plan_search import remembered, step_of_size
+from cuconvt.plan_search import LEAST_GAIN_OF_SIZE, WORTH_A_SEARCH, remembered, step_of_size
 from cuconvt.plan_single import without_taps
 from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS
 from cuconvt.plan_views import batch_as_depth
@@ -152,8 +152,7 @@ def plan_images(
     cost, sides, work, tile = min(choices, key=lambda choice: choice[0])
     g = sides.geometry
     if given is None:
-        extents = tuple(map(step_of_size, g.x_extent))
-        tile = choose_tile_of_size(work.shape, step_of_size(g.n), extents, device) or tile
+        tile = _tile_of_size(work, g, device) or tile
     choice = free = work.best_launch(tile, g.n, g.x_extent, device, 2**63)
     if free is not None and work.workspace_bytes(tile, g.n, g.x_extent, free) > room:
         choice = work.best_launch(tile, g.n, g.x_extent, device, room)
@@ -222,6 +221,25 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
     if geometry.groups > 1 and any(channels % copied for channels in per_group[dtype == "float32" :]):
         return f"copies start at multiples of {copied} channels, groups have {per_group[0]} and {per_group[1]}"
     return refuse_steps(geometry)
+
+
+def _tile_of_size(work: Work, geometry: Geometry, device: Device) -> Tile | None:
+    """Return the best tile for so many positions, or that of sizes alike where it takes little longer."""
+    size = geometry.n, geometry.x_extent
+    alike = step_of_size(geometry.n), tuple(map(step_of_size, geometry.x_extent))
+    shared = choose_tile_of_size(work.shape, *alike, device)
+
+    def clocks(tile: Tile, n: int, extents: Ints) -> float:
+        launch = work.best_launch(tile, n, extents, device, 2**63)
+        return inf if launch is None else launch.clocks
+
+    if shared is None:
+        return None
+    now, more = clocks(shared, *size), size[0] * prod(size[1]) / (alike[0] * prod(alike[1]))
+    if now <= WORTH_A_SEARCH * more * clocks(shared, *alike):
+        return shared
+    own = choose_tile_of_size(work.shape, *size, device)
+    return own if own is not None and clocks(own, *size) <= LEAST_GAIN_OF_SIZE * now else shared
 
 
 def _reach(geometry: Geometry) -> Iterator[int]:

@@ -50,6 +50,7 @@ class WorkOnPlanes(Sizes, ABC):
     def _derive(self) -> None:
         super()._derive()
         self.known_boxes: dict[Ints, list[Boxes]] = {}
+        self.known_boxes_of_size: dict[tuple[Ints, Ints, int], list[Box]] = {}
         self.wide = max(self.shape.c_in, self.shape.c_out) >= WIDE
 
     @abstractmethod
@@ -136,12 +137,19 @@ class WorkOnPlanes(Sizes, ABC):
             a_box += self.clocks_of_cuts(tile, box, extents[2], width)
             return a_box * (count if tile.slides else round_up(count, held)), a_box * count
 
-        best = min(filter(serves, self.boxes(tile, extents)), key=clocks, default=None)
+        best = min(filter(serves, self.boxes_of_size(tile, extents)), key=clocks, default=None)
         if best and (tile.slides or times * count_boxes(extents, best.extent) >= held):
             return best
         step = ROWS if best else 8
-        boxes = (box for rows in range(step, tile.rows + 1, step) for box in self.boxes(tile, extents, rows))
+        boxes = (box for rows in range(step, tile.rows + 1, step) for box in self.boxes_of_size(tile, extents, rows))
         return min(filter(serves, boxes), key=clocks, default=None)
+
+    def boxes_of_size(self, tile: Tile, extents: Ints, rows: int = 0) -> list[Box]:
+        """Return the same boxes as `boxes` does, once for all tiles of a kind."""
+        asked = self.kind_of_boxes(tile), extents, rows
+        if asked not in self.known_boxes_of_size:
+            self.known_boxes_of_size[asked] = list(self.boxes(tile, extents, rows))
+        return self.known_boxes_of_size[asked]
 
     def typical_cost(self, tile: Tile, device: Device) -> float | None:
         """Return the clocks of a position, as the geometric mean over typical extents, or None where no box fits."""

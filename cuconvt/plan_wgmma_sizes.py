@@ -419,9 +419,9 @@ class Sizes:
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
         (d, h, w), (of_d, of_h, of_w) = box.extent, self.shape.stride
         far = max((1 if tile.slides else d) * of_d, h * of_h, w * of_w)
-        if tile.boxed and max(spans(self.staged(tile, box.extent), self.steps_in_x)) > MAX_BOX:
+        if box.plane > MAX_POSITIONS or far > MAX_OUTPUTS or self.shared_bytes(tile, box, True) > room:
             return False
-        return box.plane <= MAX_POSITIONS and far <= MAX_OUTPUTS and self.shared_bytes(tile, box, True) <= room
+        return not tile.boxed or max(spans(self.staged(tile, box.extent), self.steps_in_x)) <= MAX_BOX
 
     def staged(self, tile: Tile, extent: Ints) -> Ints:
         """Return the extents of a box of such positions with its halo, or of a slice of it."""

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from strategies import DTYPES, Problem, case, problems
 
 from cuconvt import plan_correlate_wgmma as correlate_wgmma
+from cuconvt import plan_weight_gradient_tma as weight_tma
 from cuconvt import plan_weight_gradient_wgmma as weight_wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import MAX_GRID, Device, Layout, Plan, Refusal, make_plan
@@ -116,7 +117,10 @@ def of_problem(plan: Plan) -> dict[str, int]:
 
 
 def test_sizes_alike_share_a_tile() -> None:
-    """A tile of boxes of y suits the nearest of 1, 2, 3, 4, 6, 8, 12 and so on images, planes, rows and positions."""
+    """A tile of boxes of y suits the nearest of 1, 2, 3, 4, 6, 8, 12 and so on images, planes, rows and positions.
+
+    That is unless one for the size alone is estimated to take a tenth less.
+    """
 
     def plan(n: int, *extent: int) -> Plan:
         problem = case((n, 64, *extent), 128, 3, 2, 1, 1)
@@ -125,14 +129,42 @@ def test_sizes_alike_share_a_tile() -> None:
     for one, others in (
         ((4, 32, 32), ((4, 29, 35), (4, 39, 30))),
         ((16, 100, 100), ((14, 88, 109), (19, 90, 105))),
-        ((2, 24, 24, 24), ((2, 21, 22, 27), (2, 27, 27, 21))),
+        ((2, 24, 24, 24), ((2, 21, 22, 27), (2, 23, 24, 24))),
     ):
         assert plan(*one).maps
         for other in others:
             assert plan(*other).defines == plan(*one).defines
+    shared, own, extents = plan(2, 16, 16, 24), plan(2, 17, 19, 21), (17, 19, 21)
+    geometry = geometry_of(case((2, 64, *extents), 128, 3, 2, 1, 1))
+    work = Work(*correlate_wgmma.as_read(geometry, layout_of(geometry, True)), "float32", "tf32")
+    clocks, of_shared = (work.clocks_of_size(this.tile, 2, extents, DEVICES[90]) for this in (own, shared))
+    assert clocks is not None
+    assert of_shared is not None
+    assert own.defines != shared.defines
+    assert clocks <= 0.9 * of_shared
     small, large = plan(2, 6, 6), plan(32, 128, 128)
     assert small.defines != large.defines
     assert small.tile.tiles_c < large.tile.tiles_c
+
+
+@pytest.mark.parametrize("planner", [correlate_wgmma, weight_tma])
+def test_a_tile_of_its_own_is_looked_for_where_positions_take_longer(
+    monkeypatch: pytest.MonkeyPatch, planner: Any
+) -> None:
+    operation = "correlate" if planner is correlate_wgmma else "weight_gradient"
+    searched: list[tuple[int, ...]] = []
+    search = planner.choose_tile_of_size
+
+    def spy(shape: Any, n: int, extents: tuple[int, ...], device: Any) -> Any:
+        searched.append((n, *extents))
+        return search(shape, n, extents, device)
+
+    monkeypatch.setattr(planner, "choose_tile_of_size", spy)
+    for x, is_searched in (((2, 128, 100, 101), False), ((2, 128, 33, 33, 35), True)):
+        searched.clear()
+        assert plan_of(operation, case(x, 128, 3, 2, 1, 1), "float32", "tf32", last=True).maps
+        assert len(searched) == 1 + is_searched  # that of sizes alike first
+        assert (searched[-1][-len(x) + 2 :] == x[2:]) == is_searched
 
 
 def test_weight_gradients_of_sizes_alike_share_a_tile() -> None:
@@ -140,7 +172,7 @@ def test_weight_gradients_of_sizes_alike_share_a_tile() -> None:
         return plan_of("weight_gradient", case((n, 256, *extent), 128, 2, 2), "bfloat16", last=True)
 
     assert plan(2, 24, 24, 24).maps
-    assert plan(2, 24, 24, 24).defines == plan(2, 21, 22, 27).defines
+    assert plan(2, 24, 24, 24).defines == plan(2, 21, 22, 27).defines  # where one of its own takes hardly less
     small, large = plan(2, 8, 8, 8), plan(4, 48, 48, 48)
     assert small.tile.values < large.tile.values
     assert small.workspace_bytes <= 2 * 4 * 256 * 128 * 8  # a part of each weight
