@@ -36,6 +36,7 @@ from cuconvt.plan_disjoint import (
     REGISTERS,
     SHARES,
     Shape,
+    outputs_at_once,
     refuse_other_kernels,
 )
 from cuconvt.plan_few_channels import FEW
@@ -160,12 +161,9 @@ def _loaded_at_once(geometry: Geometry, layout: Layout, work: Work, tile: Tile) 
 
 
 def _outputs_at_once(geometry: Geometry, layout: Layout, work: Work, tile: Tile) -> int:
-    """Return how many outputs of a row are stored at a time: those of a run, or one."""
-    out, count = layout.out, gcd(16 // work.shape.itemsize, tile.run)
-    if layout.out_channels_last:
-        return 1
-    whole = layout.out_aligned and geometry.out_extent[2] % count == 0
-    return count if whole and out[4] == 1 and others_divisible(out, 4, count) else 1
+    """Return how many outputs of a row are stored at a time: those of a run, or a word, or one."""
+    itemsize = work.shape.itemsize
+    return outputs_at_once(geometry, layout, itemsize, gcd(16 // itemsize, tile.run))
 
 
 class Work:

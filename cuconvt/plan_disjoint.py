@@ -48,7 +48,8 @@ BLOCK_CLOCKS = 3000  # in which a block starts
 WEIGHT_BYTES_A_CLOCK = 40  # that come for a block
 COMPARED = 1.3  # the other kernels' estimates are as much more pessimistic
 OF_GROUPS = 1.6  # of that, with groups and channels-last results: of three layers
-OF_PIECES = 1.87  # of that, what it takes longer to store a run of a row in pieces of less than 16 bytes
+# Of that, by products, how much longer results of 32 bits take where a run of a row is no pieces of 16 bytes.
+OF_PIECES = {1: 1.87, 3: 1.4}
 
 
 @dataclass(frozen=True)
@@ -218,17 +219,21 @@ def _loads_vectors(geometry: Geometry, layout: Layout, work: Work, tile: Tile) -
 
 
 def _outputs_at_once(geometry: Geometry, layout: Layout, work: Work, tile: Tile) -> int:
-    """Return how many outputs of a row are stored at a time: what 16 bytes take of a run, or of a position, or one."""
-    g, out = geometry, layout.out
+    """Return how many outputs of a row are stored at a time: what 16 bytes take of a run, or a word, or one."""
+    shift = geometry.pad_before[2] % geometry.stride[2]
+    return outputs_at_once(geometry, layout, work.shape.itemsize, work.at_once(tile), shift)
+
+
+def outputs_at_once(geometry: Geometry, layout: Layout, itemsize: int, most: int, shift: int = 0) -> int:
+    """Return so many outputs of a row, or a word's, or one: what rows are aligned for that begin `shift` before."""
+    out = layout.out
     if layout.out_channels_last or not layout.out_aligned or out[4] != 1:
         return 1
-    at_once = work.at_once(tile)
 
     def aligned(count: int) -> bool:
-        whole = g.out_extent[2] % count == 0 and g.pad_before[2] % g.stride[2] % count == 0
-        return whole and others_divisible(out, 4, count)
+        return geometry.out_extent[2] % count == 0 and shift % count == 0 and others_divisible(out, 4, count)
 
-    return next((count for count in (at_once, gcd(at_once, g.kernel[2])) if aligned(count)), 1)
+    return next((count for count in (most, gcd(most, 4 // itemsize)) if aligned(count)), 1)
 
 
 class Work:
@@ -286,7 +291,7 @@ class Work:
         s, at_once = self.shape, self.at_once(tile)
         in_pieces = not s.out_channels_last and at_once < tile.run * s.kernel[2] and at_once * s.itemsize < 16
         of_groups = OF_GROUPS if groups > 1 and s.out_channels_last else 1
-        return COMPARED * of_groups * (OF_PIECES if in_pieces else 1)
+        return COMPARED * of_groups * (OF_PIECES[s.products] if in_pieces and s.itemsize == 4 else 1)
 
     def clocks(self, tile: Tile) -> float:
         """Estimate a multiprocessor's clocks for a position, with all its outputs."""

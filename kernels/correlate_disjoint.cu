@@ -276,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     barrier_wait(landed, 0);
 
     for (; tile < (int)p.blocks; tile += workers) {
-        Sums sums;
+        Sums<TILES_C> all[1], &sums = all[0];
 #pragma unroll
         for (int i = 0; i < TILES_M && PRECISION == TF32X3; ++i)
 #pragma unroll
@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Target targets[RUNS];
 #pragma unroll
         for (int run = 0; run < RUNS; ++run) targets[run] = target_of(out, tile, run, p);
-        store(targets, sums, offsets, 0, 0, 0, min(TILE_C, (int)p.c_out - tile_c * TILE_C), p);
+        store(targets, all, offsets, 0, 0, 1, 0, min(TILE_C, (int)p.c_out - tile_c * TILE_C), p);
     }
 }
 

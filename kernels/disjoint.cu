@@ -8,14 +8,16 @@
 // RUN positions that follow each other it has one row of A each; with g = lane / 4 and t = lane % 4, these are rows g and g + 8
 // of its warp's in one tile after the other, and of each the words t and t + 4 of a step along K. (A word is one channel, or two
 // of 16 bits.) The sums that it receives are RUN * KERNEL_W outputs of a row that follow each other, of two channels in eight.
-// It stores them as they are, 16 bytes at a time, so that the eight threads of a channel fill 128 bytes of a row.
+// It stores them as they are, 16 bytes at a time, so that the eight threads of a channel fill 128 bytes of a row. Where rows are
+// not aligned for that, the four threads of a run exchange words, and store 4 bytes at a time next to each other.
 //
 // Of channels-last x, 16 bytes of a position serve two steps along K, which take channels in another order then, as do the
 // weights (see `word_of`). Channels-last results are exchanged between the four threads of a position (channels_last_store.cuh).
 //
 // Positions are counted in runs, one row of x after the other. A worker, which is a warpgroup, takes one tile of them after the
 // other, and multiplies it by one slot of weights after the other: TILE_C output channels, one tap along D and one along H, and
-// all taps along W. What it needs of the next tile is loaded while it does, if there are registers for it (AHEAD).
+// all taps along W, or by eight channels of each. What it needs of the next tile is loaded while it does, if there are registers
+// for it (AHEAD).
 //
 // Compile-time: kernel, dtype, precision, tile and, as steps along K, the channels of x. Run-time: N, extents, padding, C_out.
 #ifndef KERNEL_D  // and stride
@@ -64,6 +66,7 @@ constexpr int SLOT = K_STEPS * PARTS * OPERAND;
 constexpr int TAPS = KERNEL_D * KERNEL_H;  // each of a slot
 
 constexpr int BARRIER_BYTES = 128;
+constexpr int SECTOR = 32;  // bytes of memory that are written at once
 
 #include "runs.cuh"
 
@@ -131,10 +134,12 @@ __device__ __forceinline__ void load_channels(unsigned (&to)[K_STEPS][2][RUN], c
     }
 }
 
-// One element after the other, whatever their strides. Of 16 bits, few are under way: until it is half of a word, each takes a
+// One element after the other, whatever their strides. Of 16 bits, BATCH are under way: until it is half of a word, each takes a
 // register.
+constexpr int BATCH = 16;
 __device__ __forceinline__ void load_elements(unsigned (&to)[K_STEPS][2][RUN], const Stored* from, int count, const Problem& p) {
     constexpr bool OF_POSITIONS = IN_WORD == 2 && !X_CHANNELS_LAST;  // whether two of these share a word
+    constexpr int STEPS = ceil_div(BATCH, 2 * IN_WORD * RUN);  // whose elements these are
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
 #pragma unroll
@@ -153,15 +158,21 @@ __device__ __forceinline__ void load_elements(unsigned (&to)[K_STEPS][2][RUN], c
                     else to[step][half][j] |= bits << 16 * i;
                 }
             }
-#pragma unroll
-            for (int j = 0; j < RUN && IN_WORD > 1; ++j) to[step][half][j] = (unsigned)recomputed((int)to[step][half][j]);
-            if (IN_WORD > 1) issue_in_order();
         }
+        const bool is_last = IN_WORD > 1 && (step + 1) % STEPS == 0;  // of a batch
+#pragma unroll
+        for (int i = 0; i < 2 * STEPS * RUN && is_last; ++i) {
+            unsigned& word = to[step - i / (2 * RUN)][i / RUN % 2][i % RUN];
+            word = (unsigned)recomputed((int)word);
+        }
+        if (is_last) issue_in_order();
     }
 }
 
-// `x` is the group's first channel.
+// `x` is the group's first channel. Elements that threads put together they wait for: VECTORS come ahead, elements do not.
+template <bool VECTORS, bool ELEMENTS>
 __device__ __forceinline__ void load_tile(Loaded& to, const Stored* x, int tile, const Problem& p) {
+    if (!(p.x_vector ? VECTORS : ELEMENTS)) return;
 #pragma unroll
     for (int run = 0; run < RUNS; ++run) {
         const Place at = place_of(run_of(tile, run), p);
@@ -171,9 +182,9 @@ __device__ __forceinline__ void load_tile(Loaded& to, const Stored* x, int tile,
         const int count = there ? max(0, min(RUN, (int)p.x_extent[2] - w)) : 0;
         const Stored* const from =
             x + (at.n * p.x_stride[0] + d * p.x_stride[2] + h * p.x_stride[3] + w * p.x_stride[4]);
-        if (!p.x_vector) load_elements(to.value[run], from, count, p);
-        else if (X_CHANNELS_LAST) load_channels(to.value[run], from, count, p);
-        else load_rows(to.value[run], from, count, p);
+        if (ELEMENTS && !p.x_vector) load_elements(to.value[run], from, count, p);
+        else if (VECTORS && X_CHANNELS_LAST) load_channels(to.value[run], from, count, p);
+        else if (VECTORS) load_rows(to.value[run], from, count, p);
     }
 }
 
@@ -211,6 +222,61 @@ __device__ __forceinline__ Target target_of(Stored* out, int tile, int run, cons
     return {out, at.there ? d : -KERNEL_D, h, w};
 }
 
+// Where rows of the result end within a sector, this is written in parts, and the less is written between these the better: eight
+// channels at a time and, if there are registers, two rows of taps. Not in 3xTF32, which would split x for each eight anew, nor
+// with many steps, as a wgmma of few columns takes nearly as long as one of some more.
+constexpr int MOST_STEPS_IN_PARTS = 12;
+constexpr bool CAN_BE_IN_PARTS = !OUT_CHANNELS_LAST && PRECISION != TF32X3 && K_STEPS <= MOST_STEPS_IN_PARTS;
+constexpr int EIGHTS_IN_PARTS = CAN_BE_IN_PARTS ? 1 : TILES_C;
+constexpr int ROWS_IN_PARTS = CAN_BE_IN_PARTS && KERNEL_H > 1 && TILES_C >= 4 ? 2 : 1;
+
+// The products of so many of ROWS taps along H, whose slots follow each other.
+template <int EIGHTS, int ROWS>
+__device__ __forceinline__ void multiply_rows(Sums<EIGHTS> (&sums)[ROWS], const Fragments& a, Operand weights, int rows) {
+#if PRECISION == TF32X3
+    static_assert(ROWS == 1, "x is split for one row of taps");
+    multiply(sums[0], a, of_warp(weights), false);
+#else
+    Operand of_row[ROWS];
+    of_row[0] = of_warp(weights);
+#pragma unroll
+    for (int row = 1; row < ROWS; ++row) of_row[row] = of_warp(weights + (row < rows ? row : 0) * SLOT);
+    wgmma_fence();
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) multiply_add_all(sums[row], a, of_row[row], false);
+    wgmma_commit();
+    wgmma_wait<0>();
+#endif
+}
+
+// All taps of so many times 8 channels, ROWS along H at a time, and then those of the next channels.
+template <int EIGHTS, int ROWS>
+__device__ __forceinline__ void multiply_slots(const Fragments& a, const Target (&targets)[RUNS], const Piece* slots,
+                                               const float* offsets, int first_slot, int count, const Problem& p) {
+    static_assert(EIGHTS == 1 || EIGHTS == TILES_C, "columns of eight channels lie as far apart as their taps");
+    const Operand weights = describe(slots, COLUMNS * 16, EIGHTS == TILES_C ? 128 : TILE_C * 16);
+#pragma unroll 1
+    for (int slot = 0; slot < count;) {
+        const int tile_c = (first_slot + slot) / TAPS, first_tap = (first_slot + slot) % TAPS;
+        const int taps = min(TAPS - first_tap, count - slot);
+#pragma unroll 1
+        for (int further = 0; further < TILE_C && tile_c * TILE_C + further < (int)p.c_out; further += 8 * EIGHTS) {
+            const int channel = tile_c * TILE_C + further;
+#pragma unroll 1
+            for (int i = 0; i < taps;) {
+                const int tap_d = (first_tap + i) / KERNEL_H, tap_h = (first_tap + i) % KERNEL_H;
+                const int rows = min(min(ROWS, KERNEL_H - tap_h), taps - i);
+                Sums<EIGHTS> sums[ROWS];
+                multiply_rows(sums, a, weights + ((slot + i) * SLOT + further), rows);
+                store(targets, sums, offsets + channel, tap_d, tap_h, rows, channel * p.out_stride[1],
+                      min(8 * EIGHTS, (int)p.c_out - channel), p);
+                i += rows;
+            }
+        }
+        slot += taps;
+    }
+}
+
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
 // All slots of a group are dealt to `p.patches[0]` parts, `p.plane` to each but the last. A block has one part of one group.
@@ -228,10 +294,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     x += group * p.c_in * p.x_stride[1];
     out += group * p.c_out * p.out_stride[1];
 
+    const bool are_whole = p.out_extent[1] == 1 || p.out_stride[3] * (int)sizeof(Stored) % SECTOR == 0;
+    const bool in_parts = CAN_BE_IN_PARTS && !(are_whole && p.out_vector == AT_ONCE);
     const int workers = (int)(gridDim.x / sets) * WORKERS;
     int tile = (int)(blockIdx.x / sets) * WORKERS + (int)threadIdx.x / 128;
     Loaded loaded;
-    load_tile(loaded, x, tile, p);
+    load_tile<true, true>(loaded, x, tile, p);
 
     if (threadIdx.x == 0) {
         barrier_init(landed, 1);
@@ -252,19 +320,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (; tile < (int)p.blocks; tile += workers) {
         Fragments a;
         pick(a, loaded);
-        if (AHEAD) load_tile(loaded, x, tile + workers, p);
+        if (AHEAD) load_tile<true, IN_WORD == 1>(loaded, x, tile + workers, p);
         Target targets[RUNS];
 #pragma unroll
         for (int run = 0; run < RUNS; ++run) targets[run] = target_of(out, tile, run, p);
-#pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-            const int slot = first_slot + i, tap = slot % TAPS, channel = slot / TAPS * TILE_C;
-            Sums sums;
-            multiply(sums, a, of_warp(describe(slots, COLUMNS * 16, 128) + i * SLOT), false);
-            store(targets, sums, offsets + channel, tap / KERNEL_H, tap % KERNEL_H, channel * p.out_stride[1],
-                  min(TILE_C, (int)p.c_out - channel), p);
-        }
-        if (!AHEAD) load_tile(loaded, x, tile + workers, p);
+        if (in_parts) multiply_slots<EIGHTS_IN_PARTS, ROWS_IN_PARTS>(a, targets, slots, offsets, first_slot, count, p);
+        else multiply_slots<TILES_C, 1>(a, targets, slots, offsets, first_slot, count, p);
+        if (!AHEAD || IN_WORD > 1) load_tile<!AHEAD, true>(loaded, x, tile + workers, p);
     }
 }
 

@@ -51,6 +51,16 @@ def cases() -> dict[str, dict[str, Any]]:
         spec = Specialisation((1,), (1,), (1,), 12, 65, NOT_LAST, NOT_LAST[:1])
         fields = {"precision": precision, "device": Device(90, 1, SHARED_BYTES), "plan": plan_tile(tile)}
         found[f"{tile.tiles_c}-tiles-{precision or dtype}"] = {"spec": spec, "dtype": dtype, **fields}
+    # Rows that end within a sector are multiplied and stored by eight channels, two rows of taps at a time.
+    by_rows = (
+        (KINDS[0], (2, 2), Tile(2, 1, 4, 2, True, 1)),
+        (KINDS[1], (1, 2, 2), Tile(2, 1, 5, 2, False, 1)),
+        (KINDS[2], (3, 2), Tile(2, 1, 4, 2, True, 1)),
+    )
+    for (dtype, precision), kernel, tile in by_rows:
+        spec = Specialisation(kernel, kernel, (1,) * len(kernel), 20, 36, NOT_LAST, NOT_LAST[:1])
+        fields = {"precision": precision, "device": Device(90, 2, SHARED_BYTES), "plan": plan_tile(tile)}
+        found[f"by_rows-{precision or dtype}"] = {"spec": spec, "dtype": dtype, **fields}
     return found
 
 

@@ -182,8 +182,8 @@ FAULTS = {
         HALVES,
     ),
     "sums before their products are complete": (
-        "adds || step > 0);\n}\nwgmma_commit();\nwgmma_wait<0>();",
-        "adds || step > 0);\n}\nwgmma_commit();",
+        "multiply_add_all(sums, a, b, adds);\nwgmma_commit();\nwgmma_wait<0>();",
+        "multiply_add_all(sums, a, b, adds);\nwgmma_commit();",
         "A of a wgmma|" + IN_USE + "|before the wait|waits for its wgmma",
         HALVES,
     ),

@@ -170,10 +170,13 @@ def filled_fault(before: str, after: str, caught_by: str) -> Fault:
 UPSAMPLED = case((2, 20, 9, 23), 20, 2, stride=2, padding=((2, 0), (1, 1)), output_padding=(0, 1), has_bias=True)
 UPSAMPLED_EVEN = case((2, 20, 9, 24), 20, 2, stride=2, has_bias=True)
 OF_DISJOINT = plan_disjoint.Tile(2, 1, 2, 2, True, 1)
+OF_TWO_ROWS = plan_disjoint.Tile(2, 1, 4, 2, True, 1)  # of taps at a time
 
 
-def run_disjoint(sources: dict[str, str], precision: str, problem: Problem, multiprocessors: int) -> None:
-    device, plan = Device(90, multiprocessors, DEVICES[90].shared_bytes), host_disjoint.plan_tile(OF_DISJOINT)
+def run_disjoint(
+    sources: dict[str, str], precision: str, problem: Problem, multiprocessors: int, tile: plan_disjoint.Tile
+) -> None:
+    device, plan = Device(90, multiprocessors, DEVICES[90].shared_bytes), host_disjoint.plan_tile(tile)
     with on_host("disjoint", device, precision, sources=sources, plan=plan):
         check(problem, "float32", precision=precision)
 
@@ -185,9 +188,10 @@ def disjoint_fault(
     problem: Problem = UPSAMPLED_EVEN,
     precision: str = "tf32",
     multiprocessors: int = 1,
+    tile: plan_disjoint.Tile = OF_DISJOINT,
 ) -> Fault:
     def run(sources: dict[str, str]) -> None:
-        run_disjoint(sources, precision, problem, multiprocessors)
+        run_disjoint(sources, precision, problem, multiprocessors, tile)
 
     return Fault(before, after, caught_by, "disjoint.cu", run)
 
@@ -398,14 +402,29 @@ FAULTS = {
         "barrier_init_done();\n        wait_for", "wait_for", "barrier_init_done|fence"
     ),
     "sums before their products are complete": disjoint_fault(
-        "step > 0);\n}\nwgmma_commit();\nwgmma_wait<0>();",
-        "step > 0);\n}\nwgmma_commit();",
+        "of_row[row], false);\nwgmma_commit();\nwgmma_wait<0>();",
+        "of_row[row], false);\nwgmma_commit();",
         IN_USE + "|before the wait|waits for its wgmma",
     ),
-    "sums of the slot before": disjoint_fault("+ i * SLOT), false);", "+ i * SLOT), true);", VALUES),
+    "sums of the slot before": disjoint_fault("of_row[row], false);", "of_row[row], true);", VALUES),
+    "weights of the first eight channels": disjoint_fault("* SLOT + further)", "* SLOT)", VALUES, UPSAMPLED),
+    "the first row of taps twice": disjoint_fault("row < rows ? row : 0", "0", VALUES, UPSAMPLED, tile=OF_TWO_ROWS),
+    "a row of taps that another part has": disjoint_fault(
+        "inside && row < rows && within", "inside && within", VALUES + "|wrote", UPSAMPLED, "tf32", 8, OF_TWO_ROWS
+    ),
+    "columns of the next eight channels": disjoint_fault(
+        "EIGHTS == TILES_C ? 128 : TILE_C * 16", "128", VALUES, UPSAMPLED
+    ),
+    "the first tap of a part": disjoint_fault(
+        "first_tap = (first_slot + slot) % TAPS;",
+        "first_tap = 0;",
+        VALUES + "|wrote|nobody",
+        UPSAMPLED,
+        multiprocessors=16,
+    ),
     "x of the next tile": disjoint_fault(
-        "pick(a, loaded);\nif (AHEAD) load_tile(loaded, x, tile + workers, p);",
-        "if (AHEAD) load_tile(loaded, x, tile + workers, p);\n        pick(a, loaded);",
+        "pick(a, loaded);\nif (AHEAD) load_tile<true, IN_WORD == 1>(loaded, x, tile + workers, p);",
+        "if (AHEAD) load_tile<true, IN_WORD == 1>(loaded, x, tile + workers, p);\n        pick(a, loaded);",
         VALUES,
     ),
     "a chain that is added while it is multiplied": disjoint_fault(
@@ -432,7 +451,19 @@ FAULTS = {
         VALUES + "|heap-buffer-overflow|belong to no",
     ),
     "outputs beyond the row": disjoint_fault(
-        " && within(w + first, p.out_extent[2])", "", VALUES + "|wrote|heap-buffer-overflow|belong to no", UPSAMPLED
+        " && within(w + (first + own) * IN_WORD + e, p.out_extent[2])",
+        "",
+        VALUES + "|wrote|heap-buffer-overflow|belong to no",
+        UPSAMPLED,
+    ),
+    "words of the thread before": disjoint_fault(
+        "exchange(own_words[n % TOGETHER], own_words[n % TOGETHER + apart], apart);", ";", VALUES, UPSAMPLED
+    ),
+    "channels beyond the last, exchanged": disjoint_fault(
+        "if (channel + first_channel + c >= left[row] || !there) continue;",
+        "if (!there) continue;",
+        VALUES + "|wrote|heap",
+        UPSAMPLED,
     ),
     "the first position has all its outputs": disjoint_fault(
         "at.w * KERNEL_W - (int)(p.pad[2] % KERNEL_W)",
@@ -441,7 +472,7 @@ FAULTS = {
         UPSAMPLED,
     ),
     "outputs at once that are not aligned": disjoint_fault(
-        "p.out_vector > 1", "p.out_vector > 0", "misaligned|" + VALUES + "|wrote", UPSAMPLED
+        "!IN_PIECES && p.out_vector == AT_ONCE", "!IN_PIECES", "misaligned|" + VALUES + "|wrote", UPSAMPLED
     ),
     "bias of the first channels": disjoint_fault("offsets + channel, tap", "offsets, tap", VALUES),
     "the other part's slots": disjoint_fault(

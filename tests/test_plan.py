@@ -973,7 +973,9 @@ VECTORS = {
     "pairs of floats": (case((1, 8, 9, 10), 8, 2, 2), "float32", {}, (1, 4)),
     "pairs of halves": (case((1, 64, 9, 12), 32, 2, 2), "float16", {}, (1, 4)),
     "halves of four taps": (case((1, 64, 9, 12), 32, (2, 4), (2, 4)), "float16", {}, (1, 8)),
-    "a row of odd length": (case((1, 8, 9, 9), 8, 2, 2), "float32", {}, (0, 2)),
+    "a row of odd length": (case((1, 8, 9, 9), 8, 2, 2), "float32", {}, (0, 1)),
+    "words of such a row": (case((1, 64, 9, 9), 32, 2, 2), "float16", {}, (0, 2)),
+    "halves of such a row": (case((1, 64, 9, 9), 32, 3, 3), "float16", {}, (0, 1)),
     "likewise, in longer ones": (
         case((1, 8, 9, 9), 8, 2, 2),
         "float32",
