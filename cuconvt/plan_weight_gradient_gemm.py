@@ -48,7 +48,7 @@ ISSUE = 4
 BOX_CLOCKS = 300  # a barrier, the addresses of a box and the first loads after it
 TYPICAL_EXTENT = {1: 4096, 2: 128, 3: 48}  # of an axis, by rank
 # The cost that is compared with other kernels', relative to that estimate. In TF32 rows with three axes, where windows
-# are disjoint and of up to so many pairs of channels: of 6 layers.
+# are disjoint and of up to so many pairs of channels: of 6 layers. In 3xTF32, of any number of them and axes: of 70.
 COMPARED_OF_DISJOINT, FEW_PAIRS = 1.4, 4096
 # In 16 bits: channels-last, with one or two axes and with three (there, with few taps), of 52 layers; of that, where
 # elements of x and y are copied one by one, of 12; and in rows where those of y are, or else of x, of 60.
@@ -173,9 +173,11 @@ def _compared(work: _Work, tile: Tile, precision: str | None) -> float:
         if work.copy_bytes_y(tile) == work.single:
             return of_rows * OF_SINGLE_Y
         return of_rows * (OF_SINGLE_X if work.copy_bytes_x() == work.single else 1)
-    is_narrow = g.c_in_per_group * g.c_out_per_group <= FEW_PAIRS
-    is_disjoint = precision == "tf32" and g.rank == 3 and g.kernel == g.stride and not work.y_last
-    return COMPARED_OF_DISJOINT if is_disjoint and is_narrow else 1
+    if g.kernel != g.stride or work.y_last:
+        return 1
+    is_narrow = g.rank == 3 and g.c_in_per_group * g.c_out_per_group <= FEW_PAIRS
+    is_split = precision == "tf32x3" and g.taps > 1 and not work.x_last
+    return COMPARED_OF_DISJOINT if (precision == "tf32" and is_narrow) or is_split else 1
 
 
 def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Device) -> str | None:
