@@ -348,12 +348,17 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
 def choose_tile_of_size(shape: Shape, times: int, extents: Ints, device: Device) -> tuple[Tile, float] | None:
     """Return the best of the tiles whose x copies bring with a stride, for so many positions so many times."""
     work = Work.of(shape)
-    every = [tile for tile in tiles(work) if tile.boxed]
-    every += [dataclasses.replace(tile, ring=LONGER_RING) for tile in every if not tile.resident]
     return cheapest_tile(
-        ((work.least_of_size(tile, times, extents, device), tile) for tile in every),
+        ((work.least_of_size(tile, times, extents, device), tile) for tile in tiles_of_any_size(shape)),
         lambda tile: work.clocks_of_size(tile, times, extents, device),
     )
+
+
+@functools.lru_cache(maxsize=4)
+def tiles_of_any_size(shape: Shape) -> list[Tile]:
+    """Return the tiles whose x copies bring, with few slots for weights and with more."""
+    every = [tile for tile in tiles(Work.of(shape)) if tile.boxed]
+    return every + [dataclasses.replace(tile, ring=LONGER_RING) for tile in every if not tile.resident]
 
 
 @remembered()

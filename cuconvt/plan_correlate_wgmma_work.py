@@ -97,6 +97,16 @@ TYPICAL_EXTENTS: dict[int, tuple[Ints, ...]] = {
 TYPICAL_EXTENTS_OF_WIDE = {**TYPICAL_EXTENTS, 3: ((8, 8, 8), (16, 16, 16), (32, 32, 32), (48, 48, 48))}
 
 
+class NormOfTile(NamedTuple):
+    """What bounds a box whatever is in it: powers of clocks, clocks, and bytes."""
+
+    multiplied: float  # to the power of the norm
+    weights: float  # clocks of their copies
+    waits_for_weights: float  # to the power of the norm
+    stages: int
+    place_bytes: int  # of x, of a place of the plane, in all stages
+
+
 class Way(NamedTuple):
     """How a problem becomes one of boxes: the fields are those of a tile and of a shape."""
 
@@ -393,36 +403,43 @@ class Work(WorkOnPlanes):
         """Return how many boxes a multiprocessor has at a time."""
         return tile.min_blocks * tile.workers // tile.team
 
+    @of_tile
+    def norm_of_tile(self, tile: Tile) -> NormOfTile:
+        """Return what a norm has of a tile, whatever its box."""
+        s, r = self.shape, SPLIT if self.parts == 2 else STRIDED
+        rows = s.kernel[0] * s.kernel[1] * -(-s.c_in // self.channels(tile))  # of taps along W
+        products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team * s.products
+        multiplied = products * (r.product + r.column * self.columns(tile))
+        multiplied += self.slots(tile) * tile.tiles_m * tile.team * r.chain
+        copied = waits = 0.0
+        if not tile.resident:
+            copied = self.slots(tile) * self.slot_bytes(tile) / r.weights
+            waits = self.slots(tile) * r.slot / (tile.ring - 1) / tile.min_blocks
+        stages = self.stages(tile)
+        return NormOfTile(multiplied**r.norm, copied, waits**r.norm, stages, stages * tile.k_steps * 32)
+
     def clocks_of_norm(self, tile: Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for one box that copies bring, with a stride or to be split.
 
         What bounds them adds to each other as in a norm.
         """
-        s, r = self.shape, SPLIT if self.parts == 2 else STRIDED
-        stages, at_once = self.stages(tile), self._at_once(tile)
-        rows = s.kernel[0] * s.kernel[1] * -(-s.c_in // self.channels(tile))  # of taps along W
-        products = rows * self.products(tile, self.live[2]) * tile.tiles_m * tile.team * s.products
-        multiplied = products * (r.product + r.column * self.columns(tile))
-        staged = stages * box.plane * tile.k_steps * 32  # bytes of x, as it comes
-        multiplied += self.slots(tile) * tile.tiles_m * tile.team * r.chain
+        s, r, of_tile = self.shape, SPLIT if self.parts == 2 else STRIDED, self.norm_of_tile(tile)
+        at_once = self._at_once(tile)
+        staged = of_tile.place_bytes * box.plane  # bytes of x, as it comes
         split = staged / (r.split * (128 * tile.stagers - 64))  # clocks of a block's threads
         positions, tiles_c = prod(box.extent), -(-s.c_out // (8 * tile.tiles_c))
         outputs = positions * min(8 * tile.tiles_c, s.c_out)
-        copies = staged / r.copied + staged / (32 * tile.class_steps) * r.row
-        waits_for_weights = 0.0
-        if not tile.resident:
-            copies += self.slots(tile) * self.slot_bytes(tile) / r.weights
-            waits_for_weights = self.slots(tile) * r.slot / (tile.ring - 1) / tile.min_blocks
+        copies = staged / r.copied + staged / (32 * tile.class_steps) * r.row + of_tile.weights
         read = positions * prod(self.live) * s.c_in * s.itemsize / tiles_c
-        bounds = (
-            multiplied,
-            copies,
-            split / tile.min_blocks,
-            (read + outputs * s.itemsize) / r.memory,
-            (stages * r.stage + split) / (tile.x_stages - 1) / at_once,
-            waits_for_weights,
+        powers = (
+            of_tile.multiplied,
+            copies**r.norm,
+            (split / tile.min_blocks) ** r.norm,
+            ((read + outputs * s.itemsize) / r.memory) ** r.norm,
+            ((of_tile.stages * r.stage + split) / (tile.x_stages - 1) / at_once) ** r.norm,
+            of_tile.waits_for_weights,
         )
-        norm: float = sum(bound**r.norm for bound in bounds) ** (1 / r.norm)
+        norm: float = sum(powers) ** (1 / r.norm)
         return norm + (r.box + r.outputs * outputs / 32) / at_once
 
     def _last_round(self, tile: Tile, positions: tuple[int, int]) -> float:
