@@ -26,7 +26,7 @@ from cuconvt.plan_copies import x_copy_macros
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_wgmma_work import MAX_CLASSES, PLAIN, REGISTERS, Tile, Way, Work
 from cuconvt.plan_phase_wgmma_work import FEWEST_TURNED
-from cuconvt.plan_search import LEAST_GAIN_OF_SIZE, WORTH_A_SEARCH, cheapest_tile, remembered, step_of_size
+from cuconvt.plan_search import cheapest_tile, remembered, tile_for_size
 from cuconvt.plan_turned import turned
 from cuconvt.plan_views import batch_as_depth, taps_follow_each_other, with_taps_as_channels
 from cuconvt.plan_wgmma_boxes import LONGER_RING, best_tile, with_longer_ring
@@ -139,23 +139,16 @@ def _tile_of_size(
     is_rough = work.unstrided and work.parts == 1
     if (is_rough and not sized) or min(*g.out_extent, g.n) == 0:
         return tile
-    size = g.n * g.groups, g.out_extent
-    alike = step_of_size(g.n) * g.groups, tuple(map(step_of_size, g.out_extent))
 
-    def clocks(of: Tile, times: int, extents: Ints) -> float:
-        return work.clocks_of_size(of, times, extents, device) or inf
+    def search(n: int, extents: Ints) -> Tile | None:
+        found = choose_tile_of_size(work.shape, n * g.groups, extents, device)
+        return None if found is None else found[0]
 
-    found = choose_tile_of_size(work.shape, *alike, device)
-    if found is None:
-        return tile
-    (shared, least), least_gain = found, LEAST_GAIN_OF_SIZE
-    if is_rough and least > LEAST_GAIN * (of_tile := clocks(tile, *alike)):
-        shared, least, least_gain = tile, of_tile, LEAST_GAIN
-    now, more = clocks(shared, *size), size[0] * prod(size[1]) / (alike[0] * prod(alike[1]))
-    if now <= WORTH_A_SEARCH * more * least:
-        return shared
-    own = choose_tile_of_size(work.shape, *size, device)
-    return own[0] if own is not None and own[1] <= least_gain * now else shared
+    def clocks(of: Tile, n: int, extents: Ints) -> float:
+        return work.clocks_of_size(of, n * g.groups, extents, device) or inf
+
+    usual = (tile, LEAST_GAIN) if is_rough else None
+    return tile_for_size(g.n, g.out_extent, search, clocks, usual) or tile
 
 
 def plan_turned_correlate_wgmma(

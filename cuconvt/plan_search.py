@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import prod
 from typing import Any, Protocol, TypeVar
 
 ROUNDINGS = 1e-9  # of a cost, relative to it: more than they are
@@ -73,6 +74,32 @@ def step_of_size(extent: int) -> int:
     below = 1 << extent.bit_length() - 1
     steps = (below, below + below // 2, 2 * below)
     return min(steps, key=lambda step: max(step, extent) / min(step, extent))
+
+
+def tile_for_size(
+    n: int,
+    extents: tuple[int, ...],
+    search: Callable[[int, tuple[int, ...]], Tile | None],
+    clocks: Callable[[Tile, int, tuple[int, ...]], float],
+    usual: tuple[Tile, float] | None = None,
+) -> Tile | None:
+    """Return the best tile for so many positions, or that of sizes alike where it takes little longer, or None.
+
+    `search` finds the best one for a size, of which `clocks` estimates how long a tile takes. With `usual`, a tile
+    and a part of its clocks, others have to take less than that.
+    """
+    alike = step_of_size(n), tuple(map(step_of_size, extents))
+    shared, least_gain = search(*alike), LEAST_GAIN_OF_SIZE
+    if shared is None:
+        return None
+    least = clocks(shared, *alike)
+    if usual is not None and least > usual[1] * (of_usual := clocks(usual[0], *alike)):
+        (shared, least_gain), least = usual, of_usual
+    now, more = clocks(shared, n, extents), n * prod(extents) / (alike[0] * prod(alike[1]))
+    if now <= WORTH_A_SEARCH * more * least:
+        return shared
+    own = search(n, extents)
+    return own if own is not None and clocks(own, n, extents) <= least_gain * now else shared
 
 
 class Store(Protocol):

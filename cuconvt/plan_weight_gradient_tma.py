@@ -23,7 +23,7 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
-from cuconvt.plan_search import LEAST_GAIN_OF_SIZE, WORTH_A_SEARCH, remembered, step_of_size
+from cuconvt.plan_search import remembered, tile_for_size
 from cuconvt.plan_single import without_taps
 from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS
 from cuconvt.plan_views import batch_as_depth
@@ -224,22 +224,15 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
 
 
 def _tile_of_size(work: Work, geometry: Geometry, device: Device) -> Tile | None:
-    """Return the best tile for so many positions, or that of sizes alike where it takes little longer."""
-    size = geometry.n, geometry.x_extent
-    alike = step_of_size(geometry.n), tuple(map(step_of_size, geometry.x_extent))
-    shared = choose_tile_of_size(work.shape, *alike, device)
+    def search(n: int, extents: Ints) -> Tile | None:
+        found: Tile | None = choose_tile_of_size(work.shape, n, extents, device)
+        return found
 
     def clocks(tile: Tile, n: int, extents: Ints) -> float:
         launch = work.best_launch(tile, n, extents, device, 2**63)
         return inf if launch is None else launch.clocks
 
-    if shared is None:
-        return None
-    now, more = clocks(shared, *size), size[0] * prod(size[1]) / (alike[0] * prod(alike[1]))
-    if now <= WORTH_A_SEARCH * more * clocks(shared, *alike):
-        return shared
-    own = choose_tile_of_size(work.shape, *size, device)
-    return own if own is not None and clocks(own, *size) <= LEAST_GAIN_OF_SIZE * now else shared
+    return tile_for_size(geometry.n, geometry.x_extent, search, clocks)
 
 
 def _reach(geometry: Geometry) -> Iterator[int]:
