@@ -208,7 +208,7 @@ MAP_BYTES = 128  # of a CUtensorMap, which is aligned to 64
 def _encoder(tensor_map: TensorMap, place: int) -> Callable[[int], None]:
     """Return a function that writes a map of an array at some address to a place."""
     types = {"float16": 6, "float32": 7, "bfloat16": 9, "tf32": 11}  # CU_TENSOR_MAP_DATA_TYPE_...
-    swizzles = {32: 1, 64: 2, 128: 3, 512: 0}  # by bytes of a row: CU_TENSOR_MAP_SWIZZLE_32B, ..., _NONE
+    swizzles = {32: 1, 64: 2, 128: 3, 0: 0}  # by bytes of a row: CU_TENSOR_MAP_SWIZZLE_32B, ..., _NONE
     no_interleave, promote_128, zeros = 0, 2, 0
     rank = len(tensor_map.extents)
     arrays = (
@@ -218,7 +218,7 @@ def _encoder(tensor_map: TensorMap, place: int) -> Callable[[int], None]:
         (ctypes.c_uint32 * rank)(1, *tensor_map.steps, 1),
     )
     references = tuple(ctypes.c_void_p(ctypes.addressof(array)) for array in arrays)
-    to, options = ctypes.c_void_p(place), (no_interleave, swizzles[tensor_map.row_bytes], promote_128, zeros)
+    to, options = ctypes.c_void_p(place), (no_interleave, swizzles[tensor_map.swizzled_bytes], promote_128, zeros)
     function = _driver().cuTensorMapEncodeTiled
 
     def encode(address: int, arrays: Any = arrays) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, gcd, inf, log, prod
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from cuconvt.plan_weight_gradient_boxes import (
     WorkOnBoxes,
     shares,
 )
+from cuconvt.tensor_map import MAX_BOX, MAX_STRIDE, TensorMap
 
 PIECE_WORDS = 4
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -49,6 +50,7 @@ MAX_TAPS = 4, 4, 16  # of a tile along D, H, W, and W again where there are grou
 MAX_CHUNKS = 10  # of words that a lane reads for a pair of positions
 STAGES = 4
 BARRIER_BYTES = 128
+BOXED_ALIGNMENT = 256  # of stages that copies of boxes fill, and what barriers take there
 KINDS = ((2, 1), (1, 2), (3, 1), (1, 3))  # workers of a block, and blocks on a multiprocessor
 GROUPS = (1, 2, 4)  # of taps along W
 STAGER_REGISTERS = 40, 56  # with indices of 32 and of 64 bits
@@ -65,12 +67,18 @@ FETCHED_BYTES_A_CLOCK = {2: {16: 100.0, 4: 10.0, 2: 1.5, 1: 0.25}, 4: {16: 100.0
 ROUNDED_BYTES_A_CLOCK = {16: 60.0, 4: 15.0, 1: 15.0}  # likewise, of x to TF32; not measured
 OVERLAP = 0.05  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS = 1400
+# Likewise where copies bring boxes, fitted to the boxes of 62 problems.
+COPIED_BYTES_A_CLOCK = 35
+COPY_CLOCKS = 50  # besides
+COPIED_BOX_CLOCKS = 300
+MOST_OF_ROW = 1.25  # positions that copies bring for one of a row of x
 MAX_RUNS = 64  # pieces of positions of a box
 BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
 # The cost that is compared with other kernels', relative to the estimated time, by how many bytes of rows of y are read
 # at a time: such that it is chosen where eleven problems each, in bfloat16 and TF32, took less time than with
 # weight_gradient_gemm, its only rival.
 COST_OF_TIME = {2: {16: 0.75, 4: 0.9, 2: 0.41, 1: 0.41}, 4: {16: 1.2, 4: 1.1, 1: 1.1}}
+COST_OF_COPIED = {2: 0.85, 4: 1.05}  # likewise where copies bring boxes: of 87 problems
 OF_DILATION = 1.5  # of that, for 16 bits in rows with up to two axes and no stride: of 28 layers
 
 
@@ -148,11 +156,23 @@ class Shape:
     c_out: int
     x_bytes: int  # that rows of x may be read at a time
     y_bytes: int  # likewise, as far as their alignment goes
+    boxed: bool  # whether copies of boxes can read both, as far as that goes, and bring little more than rows of x
     index64: bool
 
     @classmethod
     def of(cls, geometry: Geometry, layout: Layout, itemsize: int, index64: bool) -> Shape:
         g = geometry
+        x_bytes = _row_bytes(layout.x, layout.x_aligned, g.x_extent[2], itemsize)
+        y_bytes = _row_bytes(layout.out, layout.out_aligned, g.out_extent[2], itemsize)
+        two_runs = 2 * PIECE_BYTES // itemsize
+        brought = -(-g.x_extent[2] // two_runs) * two_runs
+        are_read = x_bytes == y_bytes == PIECE_BYTES and brought <= MOST_OF_ROW * g.x_extent[2]
+        are_read = are_read and all(
+            0 < itemsize * stride < MAX_STRIDE
+            for strides, extents in (_x_of(g, layout), _y_of(g, layout))
+            for stride, extent in zip(strides, extents, strict=True)
+            if extent > 1
+        )
         return cls(
             rank=g.rank,
             itemsize=itemsize,
@@ -163,10 +183,21 @@ class Shape:
             groups=g.groups,
             c_in=g.c_in_per_group,
             c_out=g.c_out_per_group,
-            x_bytes=_row_bytes(layout.x, layout.x_aligned, g.x_extent[2], itemsize),
-            y_bytes=_row_bytes(layout.out, layout.out_aligned, g.out_extent[2], itemsize),
+            x_bytes=x_bytes,
+            y_bytes=y_bytes,
+            boxed=are_read,
             index64=index64,
         )
+
+
+def _x_of(geometry: Geometry, layout: Layout) -> tuple[Ints, Ints]:
+    """Return the strides and extents of x, of N, channels, D, H, W."""
+    return layout.x, (geometry.n, geometry.groups * geometry.c_in_per_group, *geometry.x_extent)
+
+
+def _y_of(geometry: Geometry, layout: Layout) -> tuple[Ints, Ints]:
+    """Return those of y."""
+    return layout.out, (geometry.n, geometry.groups * geometry.c_out_per_group, *geometry.out_extent)
 
 
 def _row_bytes(strides: Ints, aligned: bool, extent: int, itemsize: int) -> int:
@@ -198,7 +229,7 @@ def plan_weight_gradient_wgmma(
     work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype], index64))
     times = _compared(geometry, layout, work.itemsize) * geometry.n * prod(geometry.x_extent)
     if tile is None:
-        if (least := times * min(COST_OF_TIME[work.itemsize].values()) * least_of_all(work.shape, device)) > most:
+        if (least := times * work.least_compared() * least_of_all(work.shape, device)) > most:
             return Refusal(name, f"cost at least {least:.3g} against {most:.3g}")
         tile = choose_tile(work.shape, device)
     cost = None if tile is None else work.typical_cost(tile, device)
@@ -222,6 +253,7 @@ def plan_weight_gradient_wgmma(
         ("GROUPS_W", tile.groups_w),
         ("TILES_IN", tile.tiles_in),
         ("EARLY", work.reach(tile).early),
+        ("BOXED", int(work.reach(tile).boxed)),
         ("STAGES", STAGES),
         ("INDEX64", int(index64)),
         ("MIN_BLOCKS", tile.min_blocks),
@@ -242,10 +274,11 @@ def plan_weight_gradient_wgmma(
             work.reach(tile).bytes,
             (*box, work.stage(tile, box).y_channel, 0, 0, 0, 0, 0, 0, 0),
         ),
-        cost=times * COST_OF_TIME[work.itemsize][work.reach(tile).bytes] * cost,
+        cost=times * work.compared(tile) * cost,
         workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
         sums=tiles * tile.values if parts > 1 else 0,
         sums_a_block=tile.sums_a_block if 1 < parts <= FEW_PARTS else 0,
+        maps=work.maps(tile, box, dtype, geometry, layout) if work.reach(tile).boxed else (),
         tile=tile,
     )
 
@@ -269,14 +302,15 @@ class Stage(NamedTuple):
     """A box in shared memory; sizes in pieces of 16 bytes."""
 
     y_box: tuple[int, int, int]
-    y_channel: int  # so many that eight channels lie in different banks
+    y_channel: int  # so many that eight channels lie in different banks; with boxes, of a row
     pieces: int
     items: int  # of the lists of what stagers fetch
     runs: int
+    barrier_bytes: int
 
     def shared_bytes(self, index64: bool) -> int:
         lists = self.items * (32 if index64 else 16) + 4 * (self.runs + 2)  # the latter of where runs start in y
-        return BARRIER_BYTES + STAGES * PIECE_BYTES * self.pieces + lists
+        return self.barrier_bytes + STAGES * PIECE_BYTES * self.pieces + lists
 
 
 class Fetch(NamedTuple):
@@ -303,6 +337,7 @@ class Reach(NamedTuple):
     chunk: int  # words of it that a lane reads at a time
     words: int  # that it reads for as many positions as a word has numbers
     fetch: Fetch  # of y
+    boxed: bool  # whether copies bring boxes
 
 
 class Ideal(NamedTuple):
@@ -351,7 +386,41 @@ class Work(WorkOnBoxes[Tile]):
         elements = [early + tap * hop + i * step for tap in range(tile.taps_w) for i in range(self.per_word)]
         words = chunk * len({element // self.per_word // chunk for element in elements})
         tiles = prod(-(-k // t) for k, t in zip(s.kernel, tile.taps, strict=True))
-        return Reach(tiles, staged, early, at_once, chunk, words, Fetch.of(s.itemsize, at_once, gap))
+        fetch, boxed = Fetch.of(s.itemsize, at_once, gap), s.boxed and at_once == PIECE_BYTES
+        return Reach(tiles, staged, early, at_once, chunk, words, fetch, boxed)
+
+    def boxes(self, extents: Ints) -> Iterator[Ints]:
+        """Yield the same; where copies bring rows of x by 32 bytes, with an even number of runs in each, too."""
+        for d, h, w in super().boxes(extents):
+            yield d, h, w
+            if self.shape.boxed and w % (2 * self.piece):
+                yield d, h, w + self.piece
+
+    def maps(
+        self, tile: Tile, box: Ints, dtype: str, geometry: Geometry, layout: Layout
+    ) -> tuple[TensorMap, TensorMap]:
+        """Return the maps of x and y: of rows, whose axes are W, H, D, channels and N."""
+
+        def of_rows(kind: str, strides: Ints, extents: Ints, channels: int, elements: int) -> TensorMap:
+            (n, c, d, h, w), (n_step, c_step, d_step, h_step, w_step) = extents, strides
+            steps = n_step, w_step, c_step, d_step, h_step
+            return TensorMap.of(kind, (n, w, c, d, h), steps, (channels, 1, 1), (1, 1, 1), elements)
+
+        kind = "tf32" if dtype == "float32" else dtype
+        y_row = self.stage(tile, box).y_channel * self.piece
+        return (
+            of_rows(kind, *_x_of(geometry, layout), tile.channels_in, 2 * self.piece),
+            replace(of_rows(dtype, *_y_of(geometry, layout), tile.channels_out, y_row), plain=True),
+        )
+
+    def compared(self, tile: Tile) -> float:
+        """Return the cost that is compared with other kernels', relative to the estimated time."""
+        reach = self.reach(tile)
+        return COST_OF_COPIED[self.itemsize] if reach.boxed else COST_OF_TIME[self.itemsize][reach.bytes]
+
+    def least_compared(self) -> float:
+        """Return the least that `compared` may be."""
+        return min(COST_OF_COPIED[self.itemsize], *COST_OF_TIME[self.itemsize].values())
 
     def registers(self, tile: Tile) -> int:
         """Estimate the registers of a worker's thread."""
@@ -374,6 +443,11 @@ class Work(WorkOnBoxes[Tile]):
         y_box, reach, runs = self.y_box(tile, box), self.reach(tile), box[2] // self.piece
         apart = reach.chunk if reach.staged[2][0] // reach.chunk % 2 else 1
         y_pieces, x_runs = y_box[0] * y_box[1] * y_box[2], box[0] * box[1] * runs
+        if reach.boxed:
+            row = at_residue(y_box[2], apart, 2 * apart)
+            pieces = x_runs * tile.channels_in + y_box[0] * y_box[1] * row * tile.channels_out
+            aligned = BOXED_ALIGNMENT // PIECE_BYTES
+            return Stage(y_box, row, -(-pieces // aligned) * aligned, 0, x_runs, BOXED_ALIGNMENT)
         channel = at_residue(y_pieces, apart, 2 * apart)
         x_run = tile.channels_in + (1 if runs >= 8 else 2 if runs >= 4 else 4 if runs >= 2 else 0)
         x_parts, y_parts = 1 if self.shape.x_bytes == 16 else 4, 1 if reach.bytes == 16 else 4
@@ -383,6 +457,7 @@ class Work(WorkOnBoxes[Tile]):
             pieces=x_runs * x_run + tile.channels_out * channel,
             items=x_runs * x_parts + y_pieces * y_parts,
             runs=x_runs,
+            barrier_bytes=BARRIER_BYTES,
         )
 
     def fits(self, tile: Tile, box: Ints, device: Device) -> bool:
@@ -392,6 +467,9 @@ class Work(WorkOnBoxes[Tile]):
         if (tile.channels_in + tile.channels_out) * prod(box) * self.itemsize * STAGES > room:
             return False
         stage, strides = self.stage(tile, box), self.shape.stride
+        if self.reach(tile).boxed:
+            whole = box[2] % (2 * self.piece) == 0 and stage.y_channel * self.piece <= MAX_BOX
+            return whole and stage.shared_bytes(True) <= room
         far = max(stage.y_box[0] * strides[0], stage.y_box[1] * strides[1])
         return far <= MAX_FAR and 4 * stage.pieces <= MAX_PLACE and stage.shared_bytes(True) <= room
 
@@ -413,11 +491,12 @@ class Work(WorkOnBoxes[Tile]):
         x_bytes = self.itemsize * min(tile.channels_in, s.c_in)
         y_bytes = self.itemsize * min(tile.channels_out, s.c_out) * of_y
         clocks = self.clocks_of(tile, tile.tiles_m / (2 * self.piece), x_bytes, y_bytes)
+        of_box = self.box_clocks(tile)
         room = (device.shared_bytes + 1024) // tile.min_blocks
         channels = tile.channels_in + tile.channels_out * of_y
         runs = 4 * MAX_RUNS // 3  # where an odd number is rounded up
         positions = min(runs * self.piece, room // (STAGES * self.itemsize * channels))
-        return (clocks + BOX_CLOCKS / tile.min_blocks / max(1, positions)) * self.tiles_of_weights(tile)
+        return (clocks + of_box / max(1, positions)) * self.tiles_of_weights(tile)
 
     @of_tile
     def unit_clocks(self, tile: Tile) -> tuple[float, float, float]:
@@ -428,16 +507,29 @@ class Work(WorkOnBoxes[Tile]):
 
     def clocks(self, tile: Tile, box: Ints) -> float:
         """Estimate a multiprocessor's clocks for one box."""
-        s = self.shape
+        s, copies = self.shape, 0
         steps = prod(box) // (2 * self.piece) * tile.tiles_m
+        d, h, w = self.y_box(tile, box)
+        if self.reach(tile).boxed:
+            w = self.stage(tile, box).y_channel
+            copies = prod(box) // (2 * self.piece) + d * h
         x_bytes = self.itemsize * prod(box) * min(tile.channels_in, s.c_in)
-        y_bytes = PIECE_BYTES * prod(self.y_box(tile, box)) * min(tile.channels_out, s.c_out)
-        return self.clocks_of(tile, steps, x_bytes, y_bytes) + BOX_CLOCKS / tile.min_blocks
+        y_bytes = PIECE_BYTES * d * h * w * min(tile.channels_out, s.c_out)
+        return self.clocks_of(tile, steps, x_bytes, y_bytes, copies) + self.box_clocks(tile)
 
-    def clocks_of(self, tile: Tile, steps: float, x_bytes: int, y_bytes: int) -> float:
+    def box_clocks(self, tile: Tile) -> float:
+        """Return what a box takes beyond its positions."""
+        return (COPIED_BOX_CLOCKS if self.reach(tile).boxed else BOX_CLOCKS) / tile.min_blocks
+
+    def clocks_of(self, tile: Tile, steps: float, x_bytes: int, y_bytes: int, copies: int = 0) -> float:
         """Estimate the clocks of what a box multiplies, for two runs and 64 rows a step, and fetches."""
         s, fetch, l2 = self.shape, 0.0, 0.0
         tensor, shared, workers = (steps * clocks for clocks in self.unit_clocks(tile))
+        if self.reach(tile).boxed:
+            shared += (x_bytes + y_bytes) / SHARED_BYTES_A_CLOCK
+            l2 = (x_bytes + y_bytes) / COPIED_BYTES_A_CLOCK + copies * COPY_CLOCKS
+            busiest = max(tensor, shared, l2, workers)
+            return busiest + OVERLAP * (tensor + shared + l2 - busiest)
         for count, of in ((x_bytes, self.fetch_x), (y_bytes, self.reach(tile).fetch)):
             shared += count * of.conflicts / SHARED_BYTES_A_CLOCK
             fetch += count / of.rate / tile.min_blocks
@@ -455,7 +547,7 @@ class Work(WorkOnBoxes[Tile]):
             x_bytes = self.itemsize * ideal.positions * min(tile.channels_in, s.c_in)
             y_bytes = PIECE_BYTES * ideal.reached * min(tile.channels_out, s.c_out)
             clocks = self.clocks_of(tile, ideal.positions / (2 * self.piece) * tile.tiles_m, x_bytes, y_bytes)
-            clocks += BOX_CLOCKS / tile.min_blocks * ideal.boxes
+            clocks += self.box_clocks(tile) * ideal.boxes
             logarithms += log(clocks * tiles / ideal.used)
         return exp(logarithms / len(self.typical_boxes))
 

@@ -34,6 +34,8 @@ class TensorMap:
         How far these are apart.
     channels : int
         Of a box, whose 32, 64 or 128 bytes are a row that is swizzled, or whose 512 bytes are one that is not.
+    plain : bool
+        Whether rows are not swizzled, whatever their bytes.
     """
 
     dtype: str
@@ -42,6 +44,7 @@ class TensorMap:
     box: Ints
     steps: Ints
     channels: int = CHANNELS
+    plain: bool = False
 
     @classmethod
     def of(cls, dtype: str, extents: Ints, strides: Ints, box: Ints, steps: Ints, copied: int = CHANNELS) -> TensorMap:
@@ -60,6 +63,11 @@ class TensorMap:
     @property
     def row_bytes(self) -> int:
         return self.channels * ITEMSIZES[self.dtype]
+
+    @property
+    def swizzled_bytes(self) -> int:
+        """Bytes of a row that is swizzled, or 0."""
+        return 0 if self.plain or self.row_bytes == PLAIN_ROW * ITEMSIZES["float32"] else self.row_bytes
 
     @property
     def spans(self) -> Ints:

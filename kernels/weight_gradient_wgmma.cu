@@ -14,6 +14,10 @@
 // Warps have roles: stagers bring boxes, by asynchronous copies or, if rows are not aligned, through registers; several boxes
 // are on their way at a time. Workers multiply, each 64 rows of M or several times as many.
 //
+// Where copies of boxes can read both arrays (BOXED), one warp names them, and no thread moves an element. Rows of x come as 32
+// bytes of each channel, two runs, in their swizzle, and rows of y as they are, channel by channel, a little longer than they
+// need be, so that lanes find eight channels in different banks.
+//
 // Compile-time: kernel, stride, dilation, dtype, tile, and by how many elements staged rows of y begin before the first one
 // used (EARLY), since halves of words are picked by it. Run-time: N, extents, the box, padding, channels, strides, the width
 // of loads, and into how many parts the positions are cut (tiles[3]).
@@ -44,6 +48,9 @@
 #endif
 #ifndef EARLY
 #define EARLY 0
+#endif
+#ifndef BOXED
+#define BOXED 0
 #endif
 #ifndef STAGES
 #define STAGES 4
@@ -77,7 +84,8 @@ constexpr int TILES_OF_W = ceil_div(KERNEL_W, TAPS_W * GROUPS_W);
 constexpr int SUMS_OF_TAP = CHANNELS_IN / 2;          // of a thread, of 64 rows
 constexpr int SUMS = TILES_M * TAPS_W * SUMS_OF_TAP;  // of a thread
 constexpr int VALUES = SUMS * WORKER_THREADS;         // of a block
-constexpr int BARRIER_BYTES = 128;
+constexpr int ALIGNMENT = BOXED ? 256 : 128;  // of stages: eight rows of x
+constexpr int BARRIER_BYTES = ALIGNMENT;
 static_assert(2 * STAGES * 8 <= BARRIER_BYTES, "room for the barriers");
 
 // ---- the box ---------------------------------------------------------------------------------------------------------
@@ -87,24 +95,29 @@ struct Box {
     int d, h, runs;        // extents, along W in runs
     int x_run, x_pieces;   // of x: from a run to the next; all
     int y_d, y_h, y_row;   // what the taps reach, along W in pieces
-    int y_channel;         // of a channel
+    int y_channel, y_line; // from a channel, and from a row, to the next
     int x_parts, y_parts;  // that a piece is fetched in: 1, or 4 words
     int x_items, y_items;  // of a channel
 
     __device__ __forceinline__ explicit Box(const Problem& p)
         : d((int)p.box[0]), h((int)p.box[1]), runs((int)p.box[2] / PIECE),
           // Neighbours in a row and channels, as threads store them, lie in different banks.
-          x_run(CHANNELS_IN + (runs >= 8 ? 1 : runs >= 4 ? 2 : runs >= 2 ? 4 : 0)), x_pieces(d * h * runs * x_run),
+          x_run(CHANNELS_IN + (BOXED ? 0 : runs >= 8 ? 1 : runs >= 4 ? 2 : runs >= 2 ? 4 : 0)), x_pieces(d * h * runs * x_run),
           y_d((d - 1) * AxisD::STEP + (TAPS_D - 1) * AxisD::HOP + 1),
           y_h((h - 1) * AxisH::STEP + (TAPS_H - 1) * AxisH::HOP + 1),
           y_row(ceil_div(EARLY + (runs * PIECE - 1) * AxisW::STEP + (TAPS_W * GROUPS_W - 1) * AxisW::HOP + 1, PIECE)),
-          y_channel((int)p.plane), x_parts(p.x_vector == 16 ? 1 : PIECE_WORDS),
+          y_channel((int)p.plane), y_line(BOXED ? CHANNELS_OUT * y_channel : y_row), x_parts(p.x_vector == 16 ? 1 : PIECE_WORDS),
           y_parts(p.out_vector == 16 ? 1 : PIECE_WORDS),
           x_items(d * h * runs * x_parts), y_items(y_d * y_h * y_row * y_parts) {}
 
-    __device__ __forceinline__ int stage() const { return x_pieces + CHANNELS_OUT * y_channel; }
+    // What copies of boxes bring, which a barrier waits for, and a stage.
+    __device__ __forceinline__ int pieces() const { return x_pieces + CHANNELS_OUT * (BOXED ? y_d * y_h : 1) * y_channel; }
+    __device__ __forceinline__ int stage() const {
+        return BOXED ? (pieces() + ALIGNMENT / 16 - 1) & -(ALIGNMENT / 16) : pieces();
+    }
 };
 
+#if !BOXED
 // What a thread fetches at a time, of some channels: where it is from the box's first element, and its place in shared memory.
 struct alignas(16) Item {
     Index offset, w;
@@ -149,6 +162,7 @@ __device__ __forceinline__ Item find_item_of_y(int i, const Problem& p, const Bo
     item.place = (unsigned short)(piece * PIECE_WORDS + part);
     return item;
 }
+#endif
 
 // ---- staging ---------------------------------------------------------------------------------------------------------
 
@@ -162,12 +176,6 @@ struct Ring {
         if (round) barrier_wait(free + place, (round - 1) & 1);
     }
     __device__ __forceinline__ void wait_until_full() const { barrier_wait(full + place, round & 1); }
-    // Of a stage that this thread has filled; workers may use it once all stagers are done with it.
-    __device__ __forceinline__ void announce() {
-        publish_shared_writes();
-        barrier_arrive(full + place);
-        next();
-    }
     __device__ __forceinline__ void next() {
         if (++place == STAGES) place = 0, ++round;
     }
@@ -175,6 +183,31 @@ struct Ring {
 
 typedef Pack<unsigned, PIECE_WORDS> Piece;
 
+#if BOXED
+// Where a box starts, of x or y.
+struct Start {
+    int n, channel, d, h, w;
+};
+
+// Names all that a stage is copied from: lanes of a warp take turns, since working out a place takes a while.
+__device__ __forceinline__ void bring_box(Piece* to, const TensorMap* x, const TensorMap* y, const Start& of_x, const Start& of_y,
+                                          const Box& box, Barrier* full) {
+    const int lane = (int)threadIdx.x % 32;
+    if (lane == 0) barrier_arrive_expecting(full, box.pieces() * (int)sizeof(Piece));
+    __syncwarp();
+    const int pairs = box.runs / 2, copies_of_x = box.d * box.h * pairs, copies = copies_of_x + box.y_d * box.y_h;
+#pragma unroll 1
+    for (int i = lane; i < copies; i += 32) {
+        if (i < copies_of_x) {
+            const int row = i / pairs, w = i % pairs * 2 * PIECE;
+            copy_box(to + i * 2 * CHANNELS_IN, x, of_x.w + w, of_x.h + row % box.h, of_x.d + row / box.h, of_x.channel, of_x.n, full);
+        } else {
+            const int row = i - copies_of_x, h = row % box.y_h * AxisH::GAP, d = row / box.y_h * AxisD::GAP;
+            copy_box(to + box.x_pieces + row * box.y_line, y, of_y.w, of_y.h + h, of_y.d + d, of_y.channel, of_y.n, full);
+        }
+    }
+}
+#else
 // Walks over all pairs of a set (of channels) and an item; neighbouring threads take neighbouring items.
 struct Walk {
     int item, set;
@@ -302,6 +335,8 @@ __device__ __forceinline__ void finish(Piece* stage, int x_bytes, const Item* it
     publish_shared_writes();
 }
 
+#endif
+
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 // A lane has of a row of A, in each of two runs, as many neighbouring positions as a word has numbers: for each tap as many
@@ -396,7 +431,7 @@ __device__ __forceinline__ void multiply_add(float (&sum)[SUMS_OF_TAP], const un
 // Where a run of the box starts in y, in bytes. The first one follows the last one.
 __device__ __forceinline__ unsigned start_of_run(int run, const Box& box) {
     const int row = run / box.runs % (box.d * box.h), h = row % box.h, d = row / box.h;
-    return ((d * AxisD::STEP * box.y_h + h * AxisH::STEP) * box.y_row + run % box.runs * AxisW::STEP) * (int)sizeof(Piece);
+    return ((d * AxisD::STEP * box.y_h + h * AxisH::STEP) * box.y_line + run % box.runs * AxisW::STEP) * (int)sizeof(Piece);
 }
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
@@ -455,36 +490,47 @@ __device__ __forceinline__ bool has_weight(const Weight& first, const Ahead& ahe
     return exists(first, ahead, p, KERNEL_D, KERNEL_H, KERNEL_W);
 }
 
+#if BOXED
+#define Source const __grid_constant__ TensorMap
+#else
+#define Source const Stored*
+#endif
+
 // Writes to `parts`, or straight to `out` where there is one part alone.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    weight_gradient_wgmma(const Stored* x, const Stored* y, float* parts, Stored* out, const Problem p) {
-    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    weight_gradient_wgmma(Source x, Source y, float* parts, Stored* out, const Problem p) {
+    extern __shared__ __align__(ALIGNMENT) unsigned char shared_bytes[];
     const Box box(p);
+    const unsigned tiles = tiles_of_weights(p);
+    const Weight first = first_weight(blockIdx.x % tiles, p);
     Ring ring(reinterpret_cast<Barrier*>(shared_bytes));
     Piece* const stages = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
+#if BOXED
+    unsigned* const starts = reinterpret_cast<unsigned*>(stages + STAGES * box.stage());
+#else
     Item* const items_x = reinterpret_cast<Item*>(stages + STAGES * box.stage());
     Item* const items_y = items_x + box.x_items;
     unsigned* const starts = reinterpret_cast<unsigned*>(items_y + box.y_items);
-
-    const unsigned tiles = tiles_of_weights(p);
-    const Weight first = first_weight(blockIdx.x % tiles, p);
     const int channels_in = min((int)p.c_in - first.ci, CHANNELS_IN);
     const int channels_out = min((int)p.c_out - first.co, CHANNELS_OUT);
+#endif
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(ring.full + i, STAGERS);
+            barrier_init(ring.full + i, BOXED ? 1 : STAGERS);
             barrier_init(ring.free + i, WORKER_THREADS / 32);
         }
         barrier_init_done();
     }
+#if !BOXED
     for (int i = threadIdx.x; i < box.x_items; i += THREADS) items_x[i] = find_item_of_x(i, p, box);
     for (int i = threadIdx.x; i < box.y_items; i += THREADS) items_y[i] = find_item_of_y(i, p, box);
-    for (int i = threadIdx.x; i < box.d * box.h * box.runs + 2; i += THREADS) starts[i] = start_of_run(i, box);
     // Channels that do not exist are staged once and for all.
     if (channels_in < CHANNELS_IN || channels_out < CHANNELS_OUT)
         for (int i = threadIdx.x; i < STAGES * box.stage(); i += THREADS) stages[i] = Piece{{0, 0, 0, 0}};
     publish_shared_writes();
+#endif
+    for (int i = threadIdx.x; i < box.d * box.h * box.runs + 2; i += THREADS) starts[i] = start_of_run(i, box);
     __syncthreads();
 
     const unsigned boxes = (unsigned)(p.n * p.tiles[0] * p.tiles[1] * p.tiles[2]), parts_of_boxes = (unsigned)p.tiles[3];
@@ -492,6 +538,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     if (threadIdx.x >= WORKER_THREADS) {
         give_registers<STAGER_REGISTERS>();
+#if BOXED
+        if (threadIdx.x >= WORKER_THREADS + 32) return;
+        for (unsigned index = first_box; index < boxes; index += parts_of_boxes) {
+            unsigned n = index;
+            const int w = (int)take(n, p, 2) * (int)p.box[2], h = (int)take(n, p, 1) * (int)p.box[1];
+            const int d = (int)take(n, p, 0) * (int)p.box[0];
+            const Start of_x = {(int)n, (int)(first.group * p.c_in) + first.ci, d, h, w};
+            const Start of_y = {(int)n, (int)(first.group * p.c_out) + first.co,
+                                d * STRIDE_D + first.d * DILATION_D - (int)p.pad[0],
+                                h * STRIDE_H + first.h * DILATION_H - (int)p.pad[1],
+                                w * STRIDE_W + first.w * DILATION_W - (int)p.pad[2] - EARLY};
+            ring.wait_until_free();
+            bring_box(stages + ring.place * box.stage(), &x, &y, of_x, of_y, box, ring.full + ring.place);
+            ring.next();
+        }
+#else
         const int thread = threadIdx.x - WORKER_THREADS;
         x += (first.group * p.c_in + first.ci) * p.x_stride[1];
         y += (first.group * p.c_out + first.co) * p.out_stride[1];
@@ -530,6 +592,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             barrier_arrive(landed.full + landed.place);
             landed.next();
         }
+#endif
         return;
     }
 
@@ -543,7 +606,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < 2 * TILES_M; ++i) {
         const int of_thread = row_of(threadIdx.x, i / 2, i % 2), row = of_thread < ROWS ? of_thread : 0;
         const int of_taps = tap_d_of_row(row) * AxisD::HOP * box.y_h + tap_h_of_row(row) * AxisH::HOP;
-        const int words = (row % CHANNELS_OUT * box.y_channel + of_taps * box.y_row) * PIECE_WORDS +
+        const int words = (row % CHANNELS_OUT * box.y_channel + of_taps * box.y_line) * PIECE_WORDS +
                           group_of_row(row) * TAPS_W * AxisW::HOP / PER_WORD + (int)threadIdx.x % 4 * AxisW::STEP;
         rows[i / 2][i % 2] = 4 * words;
     }
@@ -561,7 +624,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const Piece* const stage = stages + ring.place * box.stage();
         const SharedWords staged_y = words_at(stage + box.x_pieces);
         SharedWords next_runs = words_at(starts);
-        Operand staged_x = of_warp(describe(stage, box.x_run * 16, 128));
+        Operand staged_x = of_warp(BOXED ? describe_rows<32>(stage, 8) : describe(stage, box.x_run * 16, 128));
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
 #pragma unroll

@@ -170,7 +170,7 @@ def _copied_pieces(plan: Plan) -> Any:
 
 def written_slots(plan: Plan, parts: Argument) -> Argument:
     """Leave out the slots for parts that no block has, where a tile's boxes and a block's end at the same one."""
-    if not plan.maps:
+    if plan.kernel != "weight_gradient_tma":
         return parts
     share = share_of(plan)
     itemsize = 2 if dict(plan.defines).get("ONE_PART") else 4

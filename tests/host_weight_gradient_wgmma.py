@@ -72,7 +72,15 @@ class Case:
 
     def fixed_problems(self) -> list[Problem]:
         rank = len(self.spec.kernel)
-        return [self.problem(extents[rank]) for extents in (RAGGED, WHOLE_PIECES, WORDS, ONE_RUN)]
+        ragged = [self.problem(extents[rank]) for extents in (RAGGED, WHOLE_PIECES, WORDS, ONE_RUN)]
+        return [*ragged, self.whole_rows(WHOLE_PIECES[rank])]
+
+    def whole_rows(self, extent: Ints) -> Problem:
+        """Return a problem of which rows of y are whole pieces, too: copies bring boxes where taps are neighbours."""
+        spec, w = self.spec, len(extent) - 1
+        full = (extent[w] - 1) * spec.stride[w] + (spec.kernel[w] - 1) * spec.dilation[w] + 1
+        after = (full - self.before_w) % 8
+        return self.problem(extent, padding=((0, 0),) * w + ((self.before_w, after),))
 
     def padded(self, problem: Problem) -> Problem:
         """Return the problem with as much more padding before along W as the case has, and more inputs for it."""

@@ -513,6 +513,41 @@ def test_wide_weight_gradients_of_float32(cupy: Any, by_tma: None, name: str, pr
     check("weight", WIDE[name], "float32", cupy, precision)
 
 
+# Rows that copies of boxes bring to weight_gradient_wgmma.
+BROUGHT = {
+    "kernel_is_stride": case((2, 64, 12, 16, 32), 32, 2, 2),
+    "half_a_run_more": case((3, 72, 5, 7, 40), 56, 2, 2),
+    "three": case((2, 40, 9, 14, 48), 24, 3, 2, 1, 1),
+    "image": case((3, 96, 21, 64), 72, 4, 2, 1),
+    "row": case((5, 80, 1040), 48, 8, 4, 2),
+    "taps_in_tiles": case((2, 64, 512), 40, 32, 8, 12),
+    "groups": case((2, 96, 11, 32), 48, 3, padding=1, groups=4),
+    "odd_channels": case((2, 33, 7, 12, 48), 35, 3, padding=1),
+    "dilated": case((2, 24, 9, 13, 32), 40, 3, padding=2, dilation=2),
+    "stride_along_h": case((2, 48, 17, 64), 40, (4, 3), (4, 1), 1),
+}
+
+
+@pytest.fixture
+def by_wgmma() -> Iterator[None]:
+    from cuconvt import cuda_gradients
+    from cuconvt.plan_weight_gradient_wgmma import plan_weight_gradient_wgmma
+
+    memo = cuda_gradients._prepare_weight_gradient
+    with planned_by(plan_weight_gradient_wgmma, cuda_gradients, "make_weight_gradient_plan", memo):
+        yield
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
+@pytest.mark.parametrize("name", BROUGHT)
+def test_rows_that_copies_bring(cupy: Any, by_wgmma: None, name: str, dtype: str, precision: str | None) -> None:
+    from cuconvt.plan_weight_gradient_wgmma import plan_weight_gradient_wgmma
+
+    geometry = geometry_of(BROUGHT[name])
+    assert plan_weight_gradient_wgmma(geometry, dtype, layout_of(geometry), precision, DEVICES[90]).maps
+    check("weight", BROUGHT[name], dtype, cupy, precision)
+
+
 # Rows of a plane that are one row, and those of the whole box.
 SHORT_ROWS = {
     "four": case((33, 136, 4, 4), 72, 4, 2, 1),

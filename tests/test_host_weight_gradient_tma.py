@@ -845,6 +845,10 @@ def test_arguments_hold_maps_of_the_addresses_of_a_call(monkeypatch: pytest.Monk
     assert read() == [16, 48, 7, 8, 77]
     assert [of_map[2] for of_map in made] == [16, 32, 48]
     assert made[1] == (9, 5, 32, 64, 22, 3, 1, 1, 1, 3, 2, 1, 1, 0, 3, 2, 0)
+    plain = dataclasses.replace(y, plain=True)
+    assert (y.swizzled_bytes, plain.swizzled_bytes) == (128, 0)
+    launch._MappedArguments((plain,), 2, ctypes.addressof(last)).fill(32, 5)
+    assert made.pop() == (*made[1][:-3], 0, *made[1][-2:])
     other = threading.Thread(target=lambda: (arguments.fill(16, 48, 9, 10), made.append(tuple(read()))))
     other.start()
     other.join()

@@ -51,6 +51,10 @@ def test_cases_reach_every_way_to_stage() -> None:
             reached[f"{this.kind} x {fields['x_vector'][0]}"] += 1
             reached[f"{this.kind} y {fields['out_vector'][0]}"] += 1
             reached[f"{this.kind} early {defines['EARLY'] > 0}"] += 1
+            reached[f"{this.kind} boxed"] += bool(plan.maps)
+            reached[f"{this.kind} pieces that threads bring"] += (
+                not plan.maps and fields["x_vector"][0] == fields["out_vector"][0] == 16
+            )
             reached[f"{this.kind} workers {defines['WORKERS']}"] += 1
             reached[f"parts {fields['tiles'][3] > 1}"] += 1
             reached[f"{this.kind} rows of several tiles"] += defines["TILES_M"] > 1
@@ -69,6 +73,7 @@ def test_cases_reach_every_way_to_stage() -> None:
             for what in (
                 *(f"workers {count}" for count in (1, 2, 3)),
                 "early True",
+                "boxed",
                 "rows of several tiles",
                 "taps on M",
                 "taps along W on M",
@@ -135,6 +140,16 @@ def faulty_case(tile: Tile, dtype: str, before_w: int) -> Case:
 
 
 THIS, THIS_TF32 = (faulty_case(Tile(2, 24, 1, 2, 3, 2, 1), dtype, 1) for dtype in ("bfloat16", "float32"))
+THESE_BOXED = tuple(
+    Case(
+        specialisation((2, 4), (2, 2), (1, 1), (12, 20), (False, False)),
+        dtype,
+        Device(90, 1, SHARED_BYTES),
+        Tile(2, 24, 1, 2, 4, 2, 1),
+        before_w=1,
+    )
+    for dtype in ("bfloat16", "float32")
+)
 NOT_FREE = IN_USE + "|with no wait for it"
 # A replacement in the source, and the message of the check that must catch it.
 FAULTS = {
@@ -158,7 +173,11 @@ FAULTS = {
         "#endif\n}",
         "did not publish between its write and a barrier",
     ),
-    "no wait for a free stage": ("            ring.wait_until_free();\n", "", NOT_FREE),
+    "no wait for a free stage": (
+        "            ring.wait_until_free();\n            fetch(",
+        "            fetch(",
+        NOT_FREE,
+    ),
     "no wait for a full stage": ("        ring.wait_until_full();\n", "", UNFILLED + "|" + UNWRITTEN + "|" + NOT_FREE),
     "a stage that is free too early": (
         "        used = ring.place;\n",
@@ -227,8 +246,33 @@ FAULTS_TF32 = {
 }
 
 
+# The same of boxes that copies bring.
+FAULTS_BOXED = {
+    "no wait for a free stage": (
+        "            ring.wait_until_free();\n            bring_box(",
+        "            bring_box(",
+        NOT_FREE,
+    ),
+    "no wait for a full stage": ("        ring.wait_until_full();\n", "", UNFILLED + "|" + UNWRITTEN + "|" + NOT_FREE),
+    "a run of x from elsewhere": ("describe_rows<32>(stage, 8)", "describe(stage, 128, 128)", VALUES),
+    "the next row of y early": ("row * box.y_line, y", "row * (box.y_line - 8), y", VALUES + "|" + NOT_FREE),
+    "a row of y of another channel": (
+        "? CHANNELS_OUT * y_channel",
+        "? CHANNELS_IN * y_channel",
+        VALUES + "|" + NOT_FREE,
+    ),
+    "another row of x": ("of_x.h + row % box.h", "of_x.h", VALUES),
+    "bytes that do not come": ("box.pieces() *", "(box.pieces() + 1) *", "waits for ever|not all threads|never"),
+}
+
+
 def run(this: Case, sources: dict[str, str] | None = None) -> None:
     with on_host(this, sources):
+        if this in THESE_BOXED:
+            problem = this.whole_rows((60, 16))
+            assert this.plan_for(problem).maps
+            check("weight", problem, this.dtype, precision=this.precision)
+            return
         for extent in ((22, 16), (26, 19), (1, 1)):  # in pieces, single elements, and a sum of a few products
             padding = (0, 1) if extent[1] == 16 else 0
             check("weight", this.problem(extent, output_padding=padding), this.dtype, precision=this.precision)
@@ -236,8 +280,16 @@ def run(this: Case, sources: dict[str, str] | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("this", "fault"),
-    [*((THIS, fault) for fault in FAULTS.values()), *((THIS_TF32, fault) for fault in FAULTS_TF32.values())],
-    ids=[*FAULTS, *(f"TF32: {name}" for name in FAULTS_TF32)],
+    [
+        *((THIS, fault) for fault in FAULTS.values()),
+        *((THIS_TF32, fault) for fault in FAULTS_TF32.values()),
+        *((this, fault) for this in THESE_BOXED for fault in FAULTS_BOXED.values()),
+    ],
+    ids=[
+        *FAULTS,
+        *(f"TF32: {name}" for name in FAULTS_TF32),
+        *(f"{kind}, boxed: {name}" for kind in ("bfloat16", "TF32") for name in FAULTS_BOXED),
+    ],
 )
 def test_fault_is_caught(this: Case, fault: tuple[str, str, str]) -> None:
     before, after, caught_by = fault
@@ -245,7 +297,9 @@ def test_fault_is_caught(this: Case, fault: tuple[str, str, str]) -> None:
         run(this, plant(kernel_sources("weight_gradient_wgmma.cu"), before, after))
 
 
-@pytest.mark.parametrize("this", [THIS, THIS_TF32], ids=["bfloat16", "TF32"])
+@pytest.mark.parametrize(
+    "this", [THIS, THIS_TF32, *THESE_BOXED], ids=["bfloat16", "TF32", "bfloat16, boxed", "TF32, boxed"]
+)
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this)
 

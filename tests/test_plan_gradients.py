@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 import pytest
-from described import DEFAULT, DEVICES, channels_last, contiguous, geometry_of, layout_of, struct_fields
+from described import DEFAULT, DEVICES, channels_last, contiguous, geometry_of, layout_of, problem_of, struct_fields
 from fixed_cases import FIXED
 from hypothesis import given, settings
 from strategies import DTYPES, Problem, case, problems
@@ -281,13 +281,6 @@ def test_small_y_in_rows_is_turned_before() -> None:
         ("weight_gradient", FIXED["kb73"], "bfloat16", None, "weight_gradient_narrow"),
         ("weight_gradient", FIXED["kb73"], "float32", None, "weight_gradient_narrow"),
         ("weight_gradient", case((16, 64, 28, 128), 96, 2, groups=16), "bfloat16", None, "weight_gradient_narrow"),
-        (
-            "weight_gradient",
-            case((1, 48, 15, 16, 16), 96, 4, 2, 1, groups=4),
-            "float32",
-            "tf32",
-            "weight_gradient_gemm",
-        ),
         (
             "weight_gradient",
             case((16, 64, 1000), 64, 3, padding=2, dilation=4),
@@ -712,6 +705,52 @@ def test_bulk_tensor_copies_bring_what_they_can_read() -> None:
     geometry = geometry_of(case((2, 12, 9, 9), 40, 3, 2))
     for layout in (layout_of(geometry), dataclasses.replace(layout_of(geometry, True), out_aligned=False)):
         assert not Work(*correlate_wgmma.as_read(geometry, layout), "bfloat16", None).shape.boxes
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "precision", "brought"),
+    [
+        (40, "bfloat16", None, True),
+        (40, "float16", None, True),
+        (24, "bfloat16", None, False),  # with a third more than there is
+        (24, "float32", "tf32", True),
+        (44, "bfloat16", None, False),  # whose rows no 16 bytes divide
+        (44, "float32", "tf32", True),
+        (42, "float32", "tf32", False),
+    ],
+)
+def test_bulk_tensor_copies_bring_rows(width: int, dtype: str, precision: str | None, brought: bool) -> None:
+    geometry = geometry_of(case((3, 64, 12, 16, width), 32, 2, 2, groups=2))
+    arrays = layout_of(geometry)
+    plan = plan_weight_gradient_wgmma(geometry, dtype, arrays, precision, DEVICES[90])
+    assert bool(plan.maps) == bool(dict(plan.defines)["BOXED"]) == brought
+    if not brought:
+        return
+    (x, y), fields = plan.maps, problem_of(plan)
+    (pieces,) = fields["plane"]
+    itemsize = 4 if dtype == "float32" else 2
+    assert x.extents == (width, 16, 12, 64, 3)
+    assert y.extents == (2 * width, 32, 24, 32, 3)
+    assert y.strides == tuple(itemsize * 2 * width * n for n in (1, 32, 24 * 32, 32 * 24 * 32))
+    assert (x.dtype, y.dtype) == (precision or dtype, dtype)
+    # A row of x is one step along K of a wgmma; one of y ends where eight channels lie in different banks.
+    assert x.row_bytes == x.swizzled_bytes == 32
+    assert (y.row_bytes, y.swizzled_bytes) == (16 * pieces, 0)
+    assert y.row_bytes >= 2 * itemsize * fields["box"][2]
+    assert pieces % 4 == 2
+    assert fields["box"][2] % (32 // itemsize) == 0
+    assert (x.box, y.box) == ((1, 1, plan.tile.channels_in), (1, 1, plan.tile.channels_out))
+
+
+@pytest.mark.parametrize("name", ["x", "out"])
+def test_no_copies_bring_rows_of_arrays_that_they_cannot_read(name: str) -> None:
+    geometry = geometry_of(case((2, 64, 12, 16, 64), 32, 2, 2))
+    arrays = layout_of(geometry)
+    n, c, *spatial = getattr(arrays, name)
+    for change in ({name: (n, -c, *spatial)}, {name: (0, c, *spatial)}, {f"{name}_aligned": False}):
+        other = dataclasses.replace(arrays, **change)
+        assert not plan_weight_gradient_wgmma(geometry, "bfloat16", other, None, DEVICES[90]).maps
+    assert plan_weight_gradient_wgmma(geometry, "bfloat16", arrays, None, DEVICES[90]).maps
 
 
 def test_few_channels_of_a_stride_of_1_stay_with_phase_wgmma() -> None:

@@ -79,7 +79,6 @@ std::string shared_name(uint32_t address);  // for messages
 const unsigned char* read_by_wgmma(uint32_t address, unsigned warpgroup, int32_t epoch);  // 16 bytes
 void begin_bulk_copy(uint32_t to, const void* from, uint32_t size, unsigned actor, int32_t epoch);
 void end_bulk_copy(uint32_t to, const void* from, uint32_t size);
-constexpr uint32_t PLAIN_ROW_BYTES = 512;  // of a box that is stored as it is
 // Where a 16-byte piece of rows of 32, 64 or 128 bytes is, which has this place in them.
 inline uint32_t swizzled(uint32_t place, uint32_t row_bytes) { return place ^ (place >> 7 & (row_bytes / 16 - 1)) << 4; }
 // The same of a box, whose elements, and zeros around the array, are put down in the order of shared memory.

@@ -374,7 +374,7 @@ void begin_box_copy(uint32_t to, const Boxes& boxes, const BoxStart& start, unsi
             inside &= place >= 0 && place < boxes.extents[axis];
             from += (uint64_t)(place * boxes.strides[axis]);
         }
-        unsigned char* const element = elements + (row_bytes == PLAIN_ROW_BYTES ? at : swizzled(to + at, row_bytes) - to);
+        unsigned char* const element = elements + (boxes.swizzled_bytes == 0 ? at : swizzled(to + at, row_bytes) - to);
         if (!inside) {
             memset(element, 0, itemsize);
             continue;

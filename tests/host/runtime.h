@@ -79,10 +79,10 @@ void barrier_arrive(const void* barrier, uint32_t bytes);  // and announces so m
 void barrier_wait(const void* barrier, unsigned parity);
 void copy_bulk(void* shared, const void* global, uint32_t bytes, const void* barrier);
 // What a TensorMap says of an array with axes channels, W, H, D, N: strides count bytes, every `steps`-th element of a box is
-// copied, and float32 is rounded to TF32 or not.
+// copied, float32 is rounded to TF32 or not, and rows of so many bytes are swizzled, or none.
 struct Boxes {
     uint64_t address;
-    int64_t extents[5], strides[5], box[5], steps[5], rounds;
+    int64_t extents[5], strides[5], box[5], steps[5], rounds, swizzled_bytes;
 };
 struct BoxStart {
     int64_t at[5];
