@@ -1,0 +1,456 @@
+"""The sizes and the estimate of ``kernels/weight_gradient_wgmma.cu``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import exp, gcd, log, prod
+from typing import Any, NamedTuple
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import (
+    Device,
+    Ints,
+    Layout,
+    at_residue,
+)
+from cuconvt.plan_correlate import staged_axis
+from cuconvt.plan_search import of_tile
+from cuconvt.plan_weight_gradient_boxes import (
+    MAX_BYTES_OF_SUMS,
+    MAX_FAR,
+    MAX_PLACE,
+    PIECE_BYTES,
+    SECTOR,
+    SHARED_BYTES_A_CLOCK,
+    WorkOnBoxes,
+)
+from cuconvt.tensor_map import MAX_BOX, MAX_STRIDE, TensorMap
+
+PIECE_WORDS = 4
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
+STAGES = 4
+BARRIER_BYTES = 128
+BOXED_ALIGNMENT = 256  # of stages that copies of boxes fill, and what barriers take there
+STAGER_REGISTERS = 40, 56  # with indices of 32 and of 64 bits
+# Of a worker with one tile of 64 rows and with several, besides sums and operands; with fewer, products are serialised.
+OTHER_REGISTERS = 14, 30
+
+# Rates of an H200's multiprocessor, per clock, that the cost estimate uses: fitted to 60 tiles' times for 12 problems,
+# of 16 bits.
+LEAST_CLOCKS = 24  # of a product
+UNIT_CLOCKS = 135  # from the end of a worker's products to the start of its next ones
+L2_BYTES_A_CLOCK = 27
+# By the stagers of a block, with loads of so many bytes (1: of elements that are apart), by itemsize.
+FETCHED_BYTES_A_CLOCK = {2: {16: 100.0, 4: 10.0, 2: 1.5, 1: 0.25}, 4: {16: 100.0, 4: 10.0, 1: 2.5}}
+ROUNDED_BYTES_A_CLOCK = {16: 60.0, 4: 15.0, 1: 15.0}  # likewise, of x to TF32; not measured
+OVERLAP = 0.05  # what of the less busy units' time adds to the busiest one's
+BOX_CLOCKS = 1400
+# Likewise where copies bring boxes, fitted to the boxes of 62 problems.
+COPIED_BYTES_A_CLOCK = 35
+COPY_CLOCKS = 50  # besides
+COPIED_BOX_CLOCKS = 300
+MOST_OF_ROW = 1.25  # positions that copies bring for one of a row of x
+MAX_RUNS = 64  # pieces of positions of a box
+BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
+# The cost that is compared with other kernels', relative to the estimated time, by how many bytes of rows of y are read
+# at a time: such that it is chosen where eleven problems each, in bfloat16 and TF32, took less time than with
+# weight_gradient_gemm, its only rival.
+COST_OF_TIME = {2: {16: 0.75, 4: 0.9, 2: 0.41, 1: 0.41}, 4: {16: 1.2, 4: 1.1, 1: 1.1}}
+COST_OF_COPIED = {2: 0.85, 4: 1.05}  # likewise where copies bring boxes: of 87 problems
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The compile-time shape of a block; the fields are the macros of the kernel."""
+
+    workers: int
+    channels_out: int  # of y, of a block
+    taps_d: int
+    taps_h: int
+    taps_w: int  # that have sums of their own
+    tiles_in: int  # times 8 channels of x
+    min_blocks: int
+    groups_w: int = 1  # times as many taps along W, as rows of the product
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product that are of use."""
+        return self.channels_out * self.groups_w * self.taps_d * self.taps_h
+
+    @functools.cached_property
+    def taps(self) -> tuple[int, int, int]:
+        """Taps of a block along D, H, W."""
+        return self.taps_d, self.taps_h, self.taps_w * self.groups_w
+
+    @functools.cached_property
+    def tiles_m(self) -> int:
+        """Rows of a worker, in units of 64."""
+        return -(-self.rows // (64 * self.workers))
+
+    @property
+    def channels_in(self) -> int:
+        return 8 * self.tiles_in
+
+    @property
+    def sums(self) -> int:
+        """Registers of a worker's thread that hold sums."""
+        return self.tiles_m * self.taps_w * 4 * self.tiles_in
+
+    @property
+    def values(self) -> int:
+        """Weights of a block, and what its tile reaches beyond them."""
+        return 128 * self.workers * self.sums
+
+    @property
+    def sums_a_block(self) -> int:
+        """Weights of a block of the second pass, where there are few parts."""
+        of_64_rows = 64 * self.taps_w * 8
+        every = self.tiles_m * self.workers * of_64_rows
+        return every if 4 * every <= MAX_BYTES_OF_SUMS else of_64_rows
+
+    @property
+    def at_start(self) -> int:
+        """Registers of a thread before warps exchange some."""
+        return min(65536 // (128 * (self.workers + 1) * self.min_blocks), 248) // 8 * 8
+
+    def worker_registers(self, index64: bool) -> int:
+        """Registers of a worker's thread: the block has no more than it started with, and stagers give up theirs."""
+        return min(240, (self.at_start * (self.workers + 1) - STAGER_REGISTERS[index64]) // self.workers // 8 * 8)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a tile's choice depends on: everything but N and extents."""
+
+    rank: int
+    itemsize: int
+    kernel: Ints
+    stride: Ints
+    dilation: Ints
+    early: int  # elements before the first one that is used, in a staged row of y
+    groups: int
+    c_in: int  # per group
+    c_out: int
+    x_bytes: int  # that rows of x may be read at a time
+    y_bytes: int  # likewise, as far as their alignment goes
+    boxed: bool  # whether copies of boxes can read both, as far as that goes, and bring little more than rows of x
+    index64: bool
+
+    @classmethod
+    def of(cls, geometry: Geometry, layout: Layout, itemsize: int, index64: bool) -> Shape:
+        g = geometry
+        x_bytes = _row_bytes(layout.x, layout.x_aligned, g.x_extent[2], itemsize)
+        y_bytes = _row_bytes(layout.out, layout.out_aligned, g.out_extent[2], itemsize)
+        two_runs = 2 * PIECE_BYTES // itemsize
+        brought = -(-g.x_extent[2] // two_runs) * two_runs
+        are_read = x_bytes == y_bytes == PIECE_BYTES and brought <= MOST_OF_ROW * g.x_extent[2]
+        are_read = are_read and all(
+            0 < itemsize * stride < MAX_STRIDE
+            for strides, extents in (_x_of(g, layout), _y_of(g, layout))
+            for stride, extent in zip(strides, extents, strict=True)
+            if extent > 1
+        )
+        return cls(
+            rank=g.rank,
+            itemsize=itemsize,
+            kernel=g.kernel,
+            stride=g.stride,
+            dilation=g.dilation,
+            early=-g.pad_before[2] % (PIECE_BYTES // itemsize),
+            groups=g.groups,
+            c_in=g.c_in_per_group,
+            c_out=g.c_out_per_group,
+            x_bytes=x_bytes,
+            y_bytes=y_bytes,
+            boxed=are_read,
+            index64=index64,
+        )
+
+
+def _x_of(geometry: Geometry, layout: Layout) -> tuple[Ints, Ints]:
+    """Return the strides and extents of x, of N, channels, D, H, W."""
+    return layout.x, (geometry.n, geometry.groups * geometry.c_in_per_group, *geometry.x_extent)
+
+
+def _y_of(geometry: Geometry, layout: Layout) -> tuple[Ints, Ints]:
+    """Return those of y."""
+    return layout.out, (geometry.n, geometry.groups * geometry.c_out_per_group, *geometry.out_extent)
+
+
+def _row_bytes(strides: Ints, aligned: bool, extent: int, itemsize: int) -> int:
+    """Return how many bytes of a row may be read at a time; 1 where elements of a row are apart in memory."""
+    if strides[4] != 1:
+        return 1
+    distances = [itemsize * number for number in (*strides[:4], extent)]
+    return next((n for n in (16, 4) if aligned and not any(distance % n for distance in distances)), itemsize)
+
+
+class Stage(NamedTuple):
+    """A box in shared memory; sizes in pieces of 16 bytes."""
+
+    y_box: tuple[int, int, int]
+    y_channel: int  # so many that eight channels lie in different banks; with boxes, of a row
+    pieces: int
+    items: int  # of the lists of what stagers fetch
+    runs: int
+    barrier_bytes: int
+
+    def shared_bytes(self, index64: bool) -> int:
+        lists = self.items * (32 if index64 else 16) + 4 * (self.runs + 2)  # the latter of where runs start in y
+        return self.barrier_bytes + STAGES * PIECE_BYTES * self.pieces + lists
+
+
+class Fetch(NamedTuple):
+    """How an array is fetched: what of the estimate is by the byte."""
+
+    conflicts: float  # clocks of shared memory for so many bytes as it takes in one
+    rate: float  # bytes a clock, by the stagers of a block
+    apart: float  # bytes that are read for one of use
+
+    @classmethod
+    def of(cls, itemsize: int, size: int, gap: int) -> Fetch:
+        """Of elements that are so far apart, so many bytes at a time."""
+        apart = SECTOR / itemsize if size == 1 else min(gap, SECTOR / itemsize)
+        return cls(1 if size > 2 else 3 * apart, FETCHED_BYTES_A_CLOCK[itemsize][size], apart)
+
+
+class Reach(NamedTuple):
+    """What of the estimate follows from the taps of a tile, whatever its channels."""
+
+    tiles: int  # that all taps are
+    staged: tuple[tuple[int, int, int], ...]  # what `staged_axis` returns for each axis and a single position
+    early: int  # elements before the first one that is used, in a staged row of y
+    bytes: int  # of a row of y that are read at a time
+    chunk: int  # words of it that a lane reads at a time
+    words: int  # that it reads for as many positions as a word has numbers
+    fetch: Fetch  # of y
+    boxed: bool  # whether copies bring boxes
+
+
+class Ideal(NamedTuple):
+    """What no boxes for some extents have less of, all together."""
+
+    used: int  # positions that are of use
+    boxes: int
+    positions: int
+    reached: int  # of y by their taps, in pieces along W
+
+
+class Work(WorkOnBoxes[Tile]):
+    """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
+
+    max_runs, boxes_around = MAX_RUNS, BOXES_AROUND
+
+    def __init__(self, shape: Shape):
+        self.shape, self.itemsize = shape, shape.itemsize
+        self.per_word = 4 // shape.itemsize  # numbers
+        self.piece = PIECE_WORDS * self.per_word  # numbers in 16 bytes
+        self.fetch_x = Fetch.of(shape.itemsize, shape.x_bytes, 1)
+        self.reaches: dict[Ints, Reach] = {}
+        self.known_ideals: dict[Reach, list[Ideal]] = {}
+        self.tile: Tile | None = None  # the last one whose sizes were asked for, and these: see `of_tile`
+        self.sizes: dict[Any, Any] = {}
+
+    def reach(self, tile: Tile) -> Reach:
+        """Return what tiles with the same taps have in common."""
+        taps = tile.taps_d, tile.taps_h, tile.taps_w, tile.groups_w
+        if taps not in self.reaches:
+            self.reaches[taps] = self.reach_of(tile)
+        return self.reaches[taps]
+
+    def reach_of(self, tile: Tile) -> Reach:
+        s, taps_w = self.shape, tile.taps[2]
+        stride, dilation = s.stride[2], s.dilation[2]
+        staged = tuple(map(staged_axis, tile.taps, s.stride, s.dilation, (1, 1, 1)))
+        step, hop, _ = staged[2]
+        gap = gcd(stride, dilation) if taps_w > 1 else stride  # of neighbours in a staged row, in the array
+        early = s.early if gap == 1 else 0
+        next_tile = s.itemsize * taps_w * dilation if taps_w < s.kernel[2] else 0
+        at_once = next((n for n in (16, 4, 2) if n <= s.y_bytes and next_tile % n == 0), 1)
+        if gap > 1:
+            at_once = min(s.y_bytes, s.itemsize)
+        chunk = gcd(step, 4)
+        elements = [early + tap * hop + i * step for tap in range(tile.taps_w) for i in range(self.per_word)]
+        words = chunk * len({element // self.per_word // chunk for element in elements})
+        tiles = prod(-(-k // t) for k, t in zip(s.kernel, tile.taps, strict=True))
+        fetch, boxed = Fetch.of(s.itemsize, at_once, gap), s.boxed and at_once == PIECE_BYTES
+        return Reach(tiles, staged, early, at_once, chunk, words, fetch, boxed)
+
+    def boxes(self, extents: Ints) -> Iterator[Ints]:
+        """Yield the same; where copies bring rows of x by 32 bytes, with an even number of runs in each, too."""
+        for d, h, w in super().boxes(extents):
+            yield d, h, w
+            if self.shape.boxed and w % (2 * self.piece):
+                yield d, h, w + self.piece
+
+    def maps(
+        self, tile: Tile, box: Ints, dtype: str, geometry: Geometry, layout: Layout
+    ) -> tuple[TensorMap, TensorMap]:
+        """Return the maps of x and y: of rows, whose axes are W, H, D, channels and N."""
+
+        def of_rows(kind: str, strides: Ints, extents: Ints, channels: int, elements: int) -> TensorMap:
+            (n, c, d, h, w), (n_step, c_step, d_step, h_step, w_step) = extents, strides
+            steps = n_step, w_step, c_step, d_step, h_step
+            return TensorMap.of(kind, (n, w, c, d, h), steps, (channels, 1, 1), (1, 1, 1), elements)
+
+        kind = "tf32" if dtype == "float32" else dtype
+        y_row = self.stage(tile, box).y_channel * self.piece
+        return (
+            of_rows(kind, *_x_of(geometry, layout), tile.channels_in, 2 * self.piece),
+            replace(of_rows(dtype, *_y_of(geometry, layout), tile.channels_out, y_row), plain=True),
+        )
+
+    def compared(self, tile: Tile) -> float:
+        """Return the cost that is compared with other kernels', relative to the estimated time."""
+        reach = self.reach(tile)
+        return COST_OF_COPIED[self.itemsize] if reach.boxed else COST_OF_TIME[self.itemsize][reach.bytes]
+
+    def least_compared(self) -> float:
+        """Return the least that `compared` may be."""
+        return min(COST_OF_COPIED[self.itemsize], *COST_OF_TIME[self.itemsize].values())
+
+    def registers(self, tile: Tile) -> int:
+        """Estimate the registers of a worker's thread."""
+        others = OTHER_REGISTERS[min(tile.tiles_m, 2) - 1]
+        return tile.sums + 4 * tile.taps_w + 4 * self.reach(tile).words + 2 * tile.tiles_m + others
+
+    def tiles_of_weights(self, tile: Tile) -> int:
+        s = self.shape
+        tiles = self.reach(tile).tiles
+        return tiles * -(-s.c_out // tile.channels_out) * -(-s.c_in // tile.channels_in) * s.groups
+
+    def y_box(self, tile: Tile, box: Ints) -> tuple[int, int, int]:
+        """Return what the taps of a tile reach, along W in pieces."""
+        reach = self.reach(tile)
+        (step_d, _, d), (step_h, _, h), (step_w, _, w) = reach.staged
+        w += reach.early + (box[2] - 1) * step_w
+        return (box[0] - 1) * step_d + d, (box[1] - 1) * step_h + h, -(-w // self.piece)
+
+    def stage(self, tile: Tile, box: Ints) -> Stage:
+        y_box, reach, runs = self.y_box(tile, box), self.reach(tile), box[2] // self.piece
+        apart = reach.chunk if reach.staged[2][0] // reach.chunk % 2 else 1
+        y_pieces, x_runs = y_box[0] * y_box[1] * y_box[2], box[0] * box[1] * runs
+        if reach.boxed:
+            row = at_residue(y_box[2], apart, 2 * apart)
+            pieces = x_runs * tile.channels_in + y_box[0] * y_box[1] * row * tile.channels_out
+            aligned = BOXED_ALIGNMENT // PIECE_BYTES
+            return Stage(y_box, row, -(-pieces // aligned) * aligned, 0, x_runs, BOXED_ALIGNMENT)
+        channel = at_residue(y_pieces, apart, 2 * apart)
+        x_run = tile.channels_in + (1 if runs >= 8 else 2 if runs >= 4 else 4 if runs >= 2 else 0)
+        x_parts, y_parts = 1 if self.shape.x_bytes == 16 else 4, 1 if reach.bytes == 16 else 4
+        return Stage(
+            y_box,
+            channel,
+            pieces=x_runs * x_run + tile.channels_out * channel,
+            items=x_runs * x_parts + y_pieces * y_parts,
+            runs=x_runs,
+            barrier_bytes=BARRIER_BYTES,
+        )
+
+    def fits(self, tile: Tile, box: Ints, device: Device) -> bool:
+        """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
+        room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
+        # y takes no less than its channels at as many positions.
+        if (tile.channels_in + tile.channels_out) * prod(box) * self.itemsize * STAGES > room:
+            return False
+        stage, strides = self.stage(tile, box), self.shape.stride
+        if self.reach(tile).boxed:
+            whole = box[2] % (2 * self.piece) == 0 and stage.y_channel * self.piece <= MAX_BOX
+            return whole and stage.shared_bytes(True) <= room
+        far = max(stage.y_box[0] * strides[0], stage.y_box[1] * strides[1])
+        return far <= MAX_FAR and 4 * stage.pieces <= MAX_PLACE and stage.shared_bytes(True) <= room
+
+    def clocks_of_launch(self, tile: Tile, box: Ints) -> float:
+        return self.clocks(tile, box) + self.sectors(tile, box) * SECTOR / L2_BYTES_A_CLOCK
+
+    def sectors(self, tile: Tile, box: Ints) -> float:
+        """Return how many sectors of a box's rows are read beyond what is of use. Those of y start within one."""
+        s, of_row = self.shape, self.itemsize * box[2] % SECTOR
+        x_rows = prod(box[:2]) * min(tile.channels_in, s.c_in)
+        y_rows = prod(self.y_box(tile, box)[:2]) * min(tile.channels_out, s.c_out)
+        return x_rows * (1.5 - of_row / SECTOR if of_row else 0) + y_rows / 2
+
+    def least_cost(self, tile: Tile, device: Device) -> float:
+        """Return a lower bound of a position's clocks: those of the largest box, without a halo along any axis."""
+        s, of_y = self.shape, 1
+        for step, _, reach in self.reach(tile).staged:
+            of_y *= min(step, reach)
+        x_bytes = self.itemsize * min(tile.channels_in, s.c_in)
+        y_bytes = self.itemsize * min(tile.channels_out, s.c_out) * of_y
+        clocks = self.clocks_of(tile, tile.tiles_m / (2 * self.piece), x_bytes, y_bytes)
+        of_box = self.box_clocks(tile)
+        room = (device.shared_bytes + 1024) // tile.min_blocks
+        channels = tile.channels_in + tile.channels_out * of_y
+        runs = 4 * MAX_RUNS // 3  # where an odd number is rounded up
+        positions = min(runs * self.piece, room // (STAGES * self.itemsize * channels))
+        return (clocks + of_box / max(1, positions)) * self.tiles_of_weights(tile)
+
+    @of_tile
+    def unit_clocks(self, tile: Tile) -> tuple[float, float, float]:
+        """Estimate the clocks of all workers for two runs and 64 rows: tensor cores, shared memory, waits."""
+        products = tile.taps_w * max(tile.channels_in / 2, LEAST_CLOCKS)
+        shared = tile.taps_w * tile.channels_in / 4 + 16 * self.reach(tile).words
+        return tile.workers * products, tile.workers * shared, (products + UNIT_CLOCKS) / tile.min_blocks
+
+    def clocks(self, tile: Tile, box: Ints) -> float:
+        """Estimate a multiprocessor's clocks for one box."""
+        s, copies = self.shape, 0
+        steps = prod(box) // (2 * self.piece) * tile.tiles_m
+        d, h, w = self.y_box(tile, box)
+        if self.reach(tile).boxed:
+            w = self.stage(tile, box).y_channel
+            copies = prod(box) // (2 * self.piece) + d * h
+        x_bytes = self.itemsize * prod(box) * min(tile.channels_in, s.c_in)
+        y_bytes = PIECE_BYTES * d * h * w * min(tile.channels_out, s.c_out)
+        return self.clocks_of(tile, steps, x_bytes, y_bytes, copies) + self.box_clocks(tile)
+
+    def box_clocks(self, tile: Tile) -> float:
+        """Return what a box takes beyond its positions."""
+        return (COPIED_BOX_CLOCKS if self.reach(tile).boxed else BOX_CLOCKS) / tile.min_blocks
+
+    def clocks_of(self, tile: Tile, steps: float, x_bytes: int, y_bytes: int, copies: int = 0) -> float:
+        """Estimate the clocks of what a box multiplies, for two runs and 64 rows a step, and fetches."""
+        s, fetch, l2 = self.shape, 0.0, 0.0
+        tensor, shared, workers = (steps * clocks for clocks in self.unit_clocks(tile))
+        if self.reach(tile).boxed:
+            shared += (x_bytes + y_bytes) / SHARED_BYTES_A_CLOCK
+            l2 = (x_bytes + y_bytes) / COPIED_BYTES_A_CLOCK + copies * COPY_CLOCKS
+            busiest = max(tensor, shared, l2, workers)
+            return busiest + OVERLAP * (tensor + shared + l2 - busiest)
+        for count, of in ((x_bytes, self.fetch_x), (y_bytes, self.reach(tile).fetch)):
+            shared += count * of.conflicts / SHARED_BYTES_A_CLOCK
+            fetch += count / of.rate / tile.min_blocks
+            l2 += count * of.apart / L2_BYTES_A_CLOCK
+        if s.itemsize == 4:
+            shared += 2 * x_bytes / SHARED_BYTES_A_CLOCK
+            fetch += x_bytes / ROUNDED_BYTES_A_CLOCK[s.x_bytes] / tile.min_blocks
+        busiest = max(tensor, shared, fetch, l2, workers)
+        return busiest + OVERLAP * (tensor + shared + l2 - busiest)
+
+    def ideal_cost(self, tile: Tile, device: Device) -> float:
+        """Return a closer one: with as few positions, and as few that taps reach, as with any boxes."""
+        s, logarithms, tiles = self.shape, 0.0, self.tiles_of_weights(tile)
+        for ideal in self.ideals(tile):
+            x_bytes = self.itemsize * ideal.positions * min(tile.channels_in, s.c_in)
+            y_bytes = PIECE_BYTES * ideal.reached * min(tile.channels_out, s.c_out)
+            clocks = self.clocks_of(tile, ideal.positions / (2 * self.piece) * tile.tiles_m, x_bytes, y_bytes)
+            clocks += self.box_clocks(tile) * ideal.boxes
+            logarithms += log(clocks * tiles / ideal.used)
+        return exp(logarithms / len(self.typical_boxes))
+
+    def ideals(self, tile: Tile) -> list[Ideal]:
+        """Return the best in each respect of all boxes for each of the typical extents."""
+        taps = self.reach(tile)
+        if taps not in self.known_ideals:
+            self.known_ideals[taps] = [
+                Ideal(
+                    used=prod(extents),
+                    boxes=min(count for _, count in boxes),
+                    positions=min(prod(box) * count for box, count in boxes),
+                    reached=min(prod(self.y_box(tile, box)) * count for box, count in boxes),
+                )
+                for extents, boxes in self.typical_boxes
+            ]
+        return self.known_ideals[taps]
