@@ -95,7 +95,7 @@ struct Box {
     int d, h, runs;        // extents, along W in runs
     int x_run, x_pieces;   // of x: from a run to the next; all
     int y_d, y_h, y_row;   // what the taps reach, along W in pieces
-    int y_channel, y_line; // from a channel, and from a row, to the next
+    int y_channel, y_line;  // from a channel, and from a row, to the next
     int x_parts, y_parts;  // that a piece is fetched in: 1, or 4 words
     int x_items, y_items;  // of a channel
 

@@ -74,6 +74,7 @@ def test_cases_reach_every_way_to_stage() -> None:
                 *(f"workers {count}" for count in (1, 2, 3)),
                 "early True",
                 "boxed",
+                "pieces that threads bring",
                 "rows of several tiles",
                 "taps on M",
                 "taps along W on M",

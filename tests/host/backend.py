@@ -109,19 +109,9 @@ class HostBackend:
 def boxes_of(tensor_map: TensorMap, array: int, name: str) -> Argument:
     """Return what the host takes in place of a tensor map, of the array that is this one of the arguments."""
     m = tensor_map
-    elements = (
-        *m.extents,
-        ITEMSIZES[m.dtype],
-        *m.strides,
-        m.channels,
-        *m.spans,
-        1,
-        1,
-        *m.steps,
-        1,
-        m.dtype == "tf32",
-        m.swizzled_bytes,
-    )
+    box, steps = (m.channels, *m.spans, 1), (1, *m.steps, 1)
+    of_array = *m.extents, ITEMSIZES[m.dtype], *m.strides
+    elements = *of_array, *box, *steps, m.dtype == "tf32", m.swizzled_bytes
     return Argument(f"map of {name}", BOXES, struct.pack("23q", array, *elements))
 
 
