@@ -7,7 +7,7 @@ from math import gcd, prod
 from typing import NamedTuple
 
 from cuconvt.geometry import Geometry, triple
-from cuconvt.plan import Ints, round_up
+from cuconvt.plan import Ints, Layout, round_up
 from cuconvt.tensor_map import STRIDE_BYTES
 
 TURN_THREADS = 256
@@ -26,6 +26,12 @@ class Array(NamedTuple):
 
     def bytes(self, itemsize: int) -> int:
         return round_up(itemsize * self.extents[0] * self.strides[0], 256)
+
+
+def arrays_of(geometry: Geometry, layout: Layout) -> tuple[Array, Array]:
+    """Return x and y of a gradient of the weight as they are."""
+    g = geometry
+    return Array((g.n, g.c_in, *g.x_extent), layout.x), Array((g.n, g.c_out, *g.out_extent), layout.out)
 
 
 def channels_last(extents: Ints, itemsize: int) -> Array:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Layout
-from cuconvt.plan_turn import Array, Turned, channels_last, reached, turn_of
+from cuconvt.plan_turn import Array, Turned, arrays_of, channels_last, reached, turn_of
 from cuconvt.plan_views import taps_follow_each_other, with_taps_as_channels
 from cuconvt.tensor_map import reads
 
@@ -30,13 +30,7 @@ class Sides(NamedTuple):
     @classmethod
     def of(cls, geometry: Geometry, layout: Layout, parts: int = 0) -> Sides:
         g, itemsize = geometry, itemsize_of(parts)
-        x, y = (
-            Array((g.n, channels, *extent), strides)
-            for channels, extent, strides in (
-                (g.c_in, g.x_extent, layout.x),
-                (g.c_out, g.out_extent, layout.out),
-            )
-        )
+        x, y = arrays_of(g, layout)
         turn_x = turn_y = None
         if not parts and not reads(x.strides, x.extents, layout.x_aligned):
             turn_x = turn_of(x, 0, layout.x_aligned, itemsize)

@@ -15,9 +15,10 @@ from cuconvt.plan_search import ROUNDINGS, of_tile
 from cuconvt.plan_weight_gradient import SUM_THREADS
 from cuconvt.plan_weight_gradient_boxes import MAX_BYTES_OF_SUMS, WorkOnBoxes
 from cuconvt.plan_weight_gradient_tma_sides import ROW_BYTES, Sides, itemsize_of
-from cuconvt.tensor_map import MAX_BOX, PLAIN_ROW, TensorMap, spans
+from cuconvt.tensor_map import MAX_BOX, TensorMap, spans
 
 ALIGNMENT = 1024  # of what copies bring
+PLAIN_ROW = 128  # elements of prepared x in a row of its map
 LEAST_STAGES, MAX_STAGES = 2, 8
 COPIER_REGISTERS, MAX_REGISTERS = 24, 240  # of a thread
 ROWS = {2: 64, 4: 16}  # of the product that have one tap, by bytes of an element
@@ -351,7 +352,7 @@ class Work(WorkOnBoxes[Tile]):
         boxes = sides.geometry.n * count_boxes(sides.geometry.x_extent, box)
         extents = PLAIN_ROW, of_box // row_bytes, 1, boxes, self.prepared_tiles(tile)
         strides = row_bytes, of_box, of_box, boxes * of_box
-        return TensorMap("float32", extents, strides, (extents[1], 1, 1), (1, 1, 1), PLAIN_ROW), y
+        return TensorMap("float32", extents, strides, (extents[1], 1, 1), (1, 1, 1), PLAIN_ROW, plain=True), y
 
     def best_launch(
         self, tile: Tile, n: int, extents: Ints, device: Device, room: int, is_typical: bool = False

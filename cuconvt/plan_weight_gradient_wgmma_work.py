@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, gcd, log, prod
 from typing import Any, NamedTuple
 
@@ -14,9 +14,11 @@ from cuconvt.plan import (
     Ints,
     Layout,
     at_residue,
+    round_up,
 )
 from cuconvt.plan_correlate import staged_axis
 from cuconvt.plan_search import of_tile
+from cuconvt.plan_turn import Array, arrays_of
 from cuconvt.plan_weight_gradient_boxes import (
     MAX_BYTES_OF_SUMS,
     MAX_FAR,
@@ -59,6 +61,7 @@ BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
 # weight_gradient_gemm, its only rival.
 COST_OF_TIME = {2: {16: 0.75, 4: 0.9, 2: 0.41, 1: 0.41}, 4: {16: 1.2, 4: 1.1, 1: 1.1}}
 COST_OF_COPIED = {2: 0.85, 4: 1.05}  # likewise where copies bring boxes: of 87 problems
+FEW_IN, OF_FEW_IN = 16, 1.25  # of that, groups of so many channels of x, in TF32 with a stride and taps that overlap
 
 
 @dataclass(frozen=True)
@@ -143,15 +146,6 @@ class Shape:
         g = geometry
         x_bytes = _row_bytes(layout.x, layout.x_aligned, g.x_extent[2], itemsize)
         y_bytes = _row_bytes(layout.out, layout.out_aligned, g.out_extent[2], itemsize)
-        two_runs = 2 * PIECE_BYTES // itemsize
-        brought = -(-g.x_extent[2] // two_runs) * two_runs
-        are_read = x_bytes == y_bytes == PIECE_BYTES and brought <= MOST_OF_ROW * g.x_extent[2]
-        are_read = are_read and all(
-            0 < itemsize * stride < MAX_STRIDE
-            for strides, extents in (_x_of(g, layout), _y_of(g, layout))
-            for stride, extent in zip(strides, extents, strict=True)
-            if extent > 1
-        )
         return cls(
             rank=g.rank,
             itemsize=itemsize,
@@ -164,19 +158,20 @@ class Shape:
             c_out=g.c_out_per_group,
             x_bytes=x_bytes,
             y_bytes=y_bytes,
-            boxed=are_read,
+            boxed=x_bytes == y_bytes == PIECE_BYTES and _copies_can_bring(arrays_of(g, layout), itemsize),
             index64=index64,
         )
 
 
-def _x_of(geometry: Geometry, layout: Layout) -> tuple[Ints, Ints]:
-    """Return the strides and extents of x, of N, channels, D, H, W."""
-    return layout.x, (geometry.n, geometry.groups * geometry.c_in_per_group, *geometry.x_extent)
-
-
-def _y_of(geometry: Geometry, layout: Layout) -> tuple[Ints, Ints]:
-    """Return those of y."""
-    return layout.out, (geometry.n, geometry.groups * geometry.c_out_per_group, *geometry.out_extent)
+def _copies_can_bring(arrays: tuple[Array, Array], itemsize: int) -> bool:
+    """Whether bulk tensor copies can read x and y, of whole 16 bytes, and bring little more than rows of x."""
+    width, two_runs = arrays[0].extents[4], 2 * PIECE_BYTES // itemsize
+    return round_up(width, two_runs) <= MOST_OF_ROW * width and all(
+        0 < itemsize * stride < MAX_STRIDE
+        for array in arrays
+        for extent, stride in zip(*array, strict=True)
+        if extent > 1
+    )
 
 
 def _row_bytes(strides: Ints, aligned: bool, extent: int, itemsize: int) -> int:
@@ -191,7 +186,7 @@ class Stage(NamedTuple):
     """A box in shared memory; sizes in pieces of 16 bytes."""
 
     y_box: tuple[int, int, int]
-    y_channel: int  # so many that eight channels lie in different banks; with boxes, of a row
+    y_channel: int  # so many that eight channels lie in different banks; of boxes, those of a row
     pieces: int
     items: int  # of the lists of what stagers fetch
     runs: int
@@ -288,24 +283,31 @@ class Work(WorkOnBoxes[Tile]):
     def maps(
         self, tile: Tile, box: Ints, dtype: str, geometry: Geometry, layout: Layout
     ) -> tuple[TensorMap, TensorMap]:
-        """Return the maps of x and y: of rows, whose axes are W, H, D, channels and N."""
+        """Return the maps of x and y: of rows, whose axes are W, H, D, channels and N.
 
-        def of_rows(kind: str, strides: Ints, extents: Ints, channels: int, elements: int) -> TensorMap:
-            (n, c, d, h, w), (n_step, c_step, d_step, h_step, w_step) = extents, strides
+        With images for planes, strides do not ascend as the driver's manual has them; it takes them nevertheless.
+        """
+
+        def of_rows(kind: str, array: Array, channels: int, elements: int, plain: bool) -> TensorMap:
+            (n, c, d, h, w), (n_step, c_step, d_step, h_step, w_step) = array
             steps = n_step, w_step, c_step, d_step, h_step
-            return TensorMap.of(kind, (n, w, c, d, h), steps, (channels, 1, 1), (1, 1, 1), elements)
+            return TensorMap.of(kind, (n, w, c, d, h), steps, (channels, 1, 1), (1, 1, 1), elements, plain)
 
-        kind = "tf32" if dtype == "float32" else dtype
+        x, y = arrays_of(geometry, layout)
         y_row = self.stage(tile, box).y_channel * self.piece
         return (
-            of_rows(kind, *_x_of(geometry, layout), tile.channels_in, 2 * self.piece),
-            replace(of_rows(dtype, *_y_of(geometry, layout), tile.channels_out, y_row), plain=True),
+            of_rows("tf32" if dtype == "float32" else dtype, x, tile.channels_in, 2 * self.piece, plain=False),
+            of_rows(dtype, y, tile.channels_out, y_row, plain=True),
         )
 
     def compared(self, tile: Tile) -> float:
         """Return the cost that is compared with other kernels', relative to the estimated time."""
-        reach = self.reach(tile)
-        return COST_OF_COPIED[self.itemsize] if reach.boxed else COST_OF_TIME[self.itemsize][reach.bytes]
+        s, reach = self.shape, self.reach(tile)
+        if not reach.boxed:
+            return COST_OF_TIME[self.itemsize][reach.bytes]
+        overlap = max(s.stride) > 1 and s.kernel != s.stride
+        is_slower = s.itemsize == 4 and s.groups > 1 and s.c_in <= FEW_IN and overlap
+        return COST_OF_COPIED[self.itemsize] * (OF_FEW_IN if is_slower else 1)
 
     def least_compared(self) -> float:
         """Return the least that `compared` may be."""

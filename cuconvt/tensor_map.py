@@ -9,7 +9,6 @@ Ints = tuple[int, ...]
 CHANNELS = 64  # of a box of 16-bit elements, in rows of 128 bytes
 ITEMSIZE = 2
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "tf32": 4}  # tf32: float32, which copies round
-PLAIN_ROW = 128  # elements of float32 in rows that are not swizzled
 MAX_BOX = 256  # elements along an axis, those between included
 MAX_STEP = 8
 MAX_STRIDE = 2**40  # bytes
@@ -33,9 +32,9 @@ class TensorMap:
     steps : tuple of 3 int
         How far these are apart.
     channels : int
-        Of a box, whose 32, 64 or 128 bytes are a row that is swizzled, or whose 512 bytes are one that is not.
+        Of a box, which are a row.
     plain : bool
-        Whether rows are not swizzled, whatever their bytes.
+        Whether rows are stored as they are, of any 16 bytes; others are of 32, 64 or 128 bytes, and swizzled.
     """
 
     dtype: str
@@ -47,7 +46,16 @@ class TensorMap:
     plain: bool = False
 
     @classmethod
-    def of(cls, dtype: str, extents: Ints, strides: Ints, box: Ints, steps: Ints, copied: int = CHANNELS) -> TensorMap:
+    def of(
+        cls,
+        dtype: str,
+        extents: Ints,
+        strides: Ints,
+        box: Ints,
+        steps: Ints,
+        copied: int = CHANNELS,
+        plain: bool = False,
+    ) -> TensorMap:
         """Make a map of an array with extents and strides, in elements, of N, channels, D, H, W."""
         n, channels, *spatial = extents
         of_n, _, *of_axes = strides
@@ -58,7 +66,7 @@ class TensorMap:
             found.append(itemsize * stride if extent > 1 else least)
             least = found[-1] * extent
         all_extents = (channels, *reversed(spatial), n)
-        return cls(dtype, all_extents, tuple(found), tuple(reversed(box)), tuple(reversed(steps)), copied)
+        return cls(dtype, all_extents, tuple(found), tuple(reversed(box)), tuple(reversed(steps)), copied, plain)
 
     @property
     def row_bytes(self) -> int:
@@ -67,7 +75,7 @@ class TensorMap:
     @property
     def swizzled_bytes(self) -> int:
         """Bytes of a row that is swizzled, or 0."""
-        return 0 if self.plain or self.row_bytes == PLAIN_ROW * ITEMSIZES["float32"] else self.row_bytes
+        return 0 if self.plain else self.row_bytes
 
     @property
     def spans(self) -> Ints:

@@ -283,6 +283,13 @@ def test_small_y_in_rows_is_turned_before() -> None:
         ("weight_gradient", case((16, 64, 28, 128), 96, 2, groups=16), "bfloat16", None, "weight_gradient_narrow"),
         (
             "weight_gradient",
+            case((1, 48, 15, 16, 16), 96, 4, 2, 1, groups=4),
+            "float32",
+            "tf32",
+            "weight_gradient_gemm",
+        ),
+        (
+            "weight_gradient",
             case((16, 64, 1000), 64, 3, padding=2, dilation=4),
             "bfloat16",
             None,

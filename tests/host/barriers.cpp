@@ -193,8 +193,8 @@ void copy_box(void* shared, const Boxes& boxes, const BoxStart& start, const voi
         if (axis ? boxes.strides[axis] % 16 : itemsize != 2 && itemsize != 4) fail("an array with strides that copies of boxes cannot take");
         bytes *= (uint64_t)((box + step - 1) / step);
     }
-    const bool is_swizzled = boxes.swizzled_bytes > 0;
-    if (row_bytes % 16 || (is_swizzled && row_bytes != boxes.swizzled_bytes) || boxes.steps[0] != 1) fail("a box of rows of %d bytes", (int)row_bytes);
+    const bool is_swizzled = boxes.swizzled_bytes > 0, has_swizzle = row_bytes == 32 || row_bytes == 64 || row_bytes == 128;
+    if ((is_swizzled ? !has_swizzle || row_bytes != boxes.swizzled_bytes : row_bytes % 16 != 0) || boxes.steps[0] != 1) fail("a box of rows of %d bytes", (int)row_bytes);
     if (start.at[0] * itemsize % 16) fail("a box from channel %d on, which is not a multiple of 16 bytes", (int)start.at[0]);
     if (boxes.address % 16 || to % (is_swizzled ? 8 * row_bytes : 128)) fail("a box from a misaligned address, or to one: %s", shared_name(to).c_str());
     b.last_copy = epochs[actor_of(b)] = b.first_epoch + (int32_t)b.phase + 1;
