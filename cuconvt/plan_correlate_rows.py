@@ -1,65 +1,28 @@
-"""Plans of the kernel for correlations of rows on Hopper's tensor cores, ``kernels/correlate_rows.cu``.
-
-Sizes and what of the estimate is the same are those of `cuconvt.plan_correlate_wgmma_work`, whose sums these are, too.
-"""
+"""Plans of the kernel for correlations of rows on Hopper's tensor cores, ``kernels/correlate_rows.cu``."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import gcd, prod
+from math import inf, prod
 
-from cuconvt import plan_correlate_wgmma_work as correlate_wgmma
-from cuconvt import plan_wgmma_sizes as wgmma
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, at_residue, magic, problem_parameters, round_up
-from cuconvt.plan_copies import others_divisible
+from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, problem_parameters
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_correlate_wgmma import MAX_SLOT_BYTES, OTHERS, as_read, refuse
-from cuconvt.plan_correlate_wgmma_work import FEW_POSITIONS
-from cuconvt.plan_phase_wgmma_work import POSITIONS, SHARED_BYTES_A_CLOCK
-from cuconvt.plan_search import of_tile, remembered
-from cuconvt.plan_wgmma_boxes import SECTOR, WIDE, best_tile
+from cuconvt.plan_correlate_rows_work import Shape, Work
+from cuconvt.plan_correlate_wgmma import MAX_SLOT_BYTES, as_read, refuse
+from cuconvt.plan_search import cheapest_tile, remembered, tile_for_size
+from cuconvt.plan_wgmma_boxes import LONGER_RING, best_tile
 from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
-from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_BLOCKS, MAX_COLUMNS, RESIDENT_BYTES, Box, Tile
+from cuconvt.plan_wgmma_sizes import MAX_BLOCKS, MAX_COLUMNS, RESIDENT_BYTES, Tile
 
-# Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor.
-REGISTERS = {
-    (1, 1, 2): ((152, 104), (200, 56)),
-    (2, 1, 1): ((208, 88),),
-}
 MAX_UNIT = 8  # words between positions
 MAX_SPAN = 64  # words from a position's first tap to its last
 MAX_WORDS = 12  # of a position and channel, that a thread holds at a time
 MAX_UNROLLED = 100  # wgmmas of a row of taps
-MAX_STAGED = 2**16 - 1  # words of a channel
-# Rates of an H200's multiprocessor, per clock, and more of the estimate, as far as it is another than that of
-# plan_correlate_wgmma_work: fitted to 500 tiles' times for 20 problems.
-L2_BYTES_A_CLOCK = 390
-MEMORY_BYTES_A_CLOCK = 25
-INSTRUCTIONS_A_CLOCK = 3.6
-OVERLAP = 0.46  # what of the less busy units' time adds to the busiest one's
-BOX_CLOCKS, CHUNK_CLOCKS = 1000, 670  # in which a block waits: for a box, and for a chunk of channels
-TWO_BLOCKS = 0.94  # of the estimate, of 16-bit tiles of two blocks with four stages each: so they were in four layers
-STEP_CLOCKS = 39  # in which a worker waits: for words of a group of channels
-# By bytes of an element and products: the other kernels' estimates are as much more optimistic.
-COMPARED = {(4, 3): 0.86, (4, 1): 0.84, (2, 1): 1.1}
-SLOWER = {16: 1.0, 4: 1.25, 2: 6.0}  # by bytes of a row at a time: how much longer it takes for the same estimate
-OF_LAST = 1.4  # likewise, where the result is channels-last, beside one channel of y
-OF_TF32 = {1: 1.1, 2: 1.0, 3: 0.9}  # likewise, by the number of axes
-OF_DISJOINT = 1.3  # likewise, of 16 bits where taps do not overlap: of 73 layers
-# Instructions of a thread that copies 16 bytes, 4, or loads two halves of a word.
-COPY_INSTRUCTIONS = {16: 8, 4: 8, 2: 14}
-
-
-@dataclass(frozen=True)
-class Shape(wgmma.Shape):
-    """What a tile's choice depends on: everything but N and extents."""
-
-    pad_w: int = 0  # modulo what positions have to be aligned to
-    copied: int = 16  # bytes of a row at a time, if it can be aligned at all
+FEWEST_TILES_C = 3  # where copies bring x and there are as many: 16 columns took a quarter longer than estimated
 
 
 def plan_correlate_rows(
@@ -77,7 +40,28 @@ def plan_correlate_rows(
         reason = f"no box with its halo fits into {device.shared_bytes} bytes of shared memory"
         return Refusal("correlate_rows", reason)
     tile, cost = choice
+    if work.boxed:
+        tile = _tile_of_size(geometry, layout, work, device, tile)
     return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
+
+
+def _tile_of_size(geometry: Geometry, layout: Layout, work: Work, device: Device, tile: Tile) -> Tile:
+    """Return the tile whose boxes take the least time for so many positions, or the given one.
+
+    Sizes alike share a tile where that costs little.
+    """
+    g, _ = as_read(geometry, layout)
+    if min(*g.out_extent, g.n) == 0:
+        return tile
+
+    def search(n: int, extents: Ints) -> Tile | None:
+        found = choose_tile_of_size(work.shape, n * g.groups, extents, device)
+        return None if found is None else found[0]
+
+    def clocks(of: Tile, n: int, extents: Ints) -> float:
+        return work.clocks_of_size(of, n * g.groups, extents, device) or inf
+
+    return tile_for_size(g.n, g.out_extent, search, clocks) or tile
 
 
 def plan_tile(
@@ -99,8 +83,8 @@ def plan_tile(
     if registers is None:
         return Refusal("correlate_rows", "the sums of this tile do not fit into registers")
     index64 = reads_need_64_bits(geometry, layout, box.extent)
-    own = {"PAD_W": g.pad_before[2] % g.stride[2], "INDEX64": index64}
-    copied = work.bytes_copied(g, read)
+    own = {"PAD_W": g.pad_before[2] % g.stride[2], "INDEX64": index64, "BOXED": work.boxed, "WHOLE_H": tile.whole_h}
+    copied = work.next_channel(box) if work.boxed else work.bytes_copied(g, read)
     return Plan(
         kernel="correlate_rows",
         defines=wgmma_defines(g, dtype, read, precision, tile, own, registers),
@@ -118,6 +102,7 @@ def plan_tile(
         cost=work.compared_cost(cost) * prod(g.out_extent) * g.groups * g.n,
         packed_words=g.groups * tiles_c * work.slots(tile) * work.slot_bytes(tile) // 4,
         packed_a_thread=8 * work.parts,
+        maps=(work.map_of_rows(tile, box, dtype, g, read),) if work.boxed else (),
         tile=tile,
     )
 
@@ -141,173 +126,6 @@ def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | Non
     return None
 
 
-class Work(correlate_wgmma.Work):
-    """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
-
-    def __init__(self, geometry: Geometry, layout: Layout, dtype: str, precision: str | None):
-        g, itemsize = geometry, 4 if dtype == "float32" else 2
-        # Contiguous rows whose extents differ by whole strides agree in whether words are whole.
-        left = g.x_extent[2] % g.stride[2] * itemsize
-        self.shape: Shape = Shape.of(
-            g,
-            dtype,
-            precision,
-            x_channels_last=False,
-            out_channels_last=layout.out_channels_last,
-            pairs=False,
-            late=(0, 0, 0),
-            pad_w=g.pad_before[2] % (4 * g.stride[2]),
-            copied=16 if left == 0 else 4 if left % 4 == 0 else 2,
-        )
-        self._derive()
-
-    def _derive(self) -> None:
-        super()._derive()
-        s = self.shape
-        assert isinstance(s, Shape)
-        stride, per_word = s.stride[2], 4 // s.itemsize
-        self.piece = 16 // s.itemsize  # channels of a group
-        self.unit = stride // per_word  # words from a position to the next one
-        self.aligned = 4 // gcd(self.unit, 4)  # positions of which each so many begin with 16 aligned bytes
-        before = s.pad_w % stride > 0
-        self.first_unit = -(s.pad_w // stride) - before  # of the first position
-        elements = [tap * s.dilation[2] + before * stride - s.pad_w % stride for tap in range(s.kernel[2])]
-        at_once = gcd(self.unit, 4)  # words of a load
-        self.loads = len({element // per_word // at_once for element in elements})  # of a thread, channel and position
-        self.words = self.loads * at_once
-        self.pairs = -(-s.kernel[2] // 2)
-        self.live = [*self.live[:2], 1]
-        self.halo = (*self.halo[:2], elements[-1] // stride)
-
-    def compared_cost(self, clocks: float) -> float:
-        """Return what is compared with other kernels' estimates, for the clocks of a position."""
-        s = self.shape
-        assert isinstance(s, Shape)
-        compared = COMPARED[s.itemsize, s.products] * SLOWER[s.copied] * OTHERS
-        if s.out_channels_last:
-            compared *= OF_LAST
-        if (s.itemsize, s.products) == (4, 1):
-            compared *= OF_TF32[s.rank]
-        if s.itemsize == 2 and s.kernel == s.stride:
-            compared *= OF_DISJOINT
-        return compared * clocks
-
-    def stores_alone(self, tile: Tile) -> bool:
-        return False
-
-    def width(self, tile: Tile, positions: int) -> int:
-        most_lead = self.aligned - 1 if positions % self.aligned else self.first_unit % self.aligned
-        return round_up(positions + self.halo[2] + most_lead, self.aligned)
-
-    def sums(self, tile: Tile) -> int:
-        return 1
-
-    def channels(self, tile: Tile) -> int:
-        return tile.k_steps * self.piece
-
-    @of_tile
-    def slot_bytes(self, tile: Tile) -> int:
-        return tile.k_steps * self.pairs * self.parts * 2 * self.columns(tile) * 16
-
-    @of_tile
-    def slots(self, tile: Tile) -> int:
-        return self.shape.kernel[0] * self.shape.kernel[1] * -(-self.shape.c_in // self.channels(tile))
-
-    @of_tile
-    def stages(self, tile: Tile) -> int:
-        return self.live[0] * self.live[1] * -(-self.shape.c_in // self.channels(tile))
-
-    def stage_bytes(self, tile: Tile, box: Box) -> int:
-        return self.channels(tile) * box.plane * 4
-
-    def shared_bytes(self, tile: Tile, box: Box, index64: bool) -> int:
-        theirs = self.parts * tile.k_steps * 2 * box.plane * 16  # of a stage, in planes of pieces
-        return super().shared_bytes(tile, box, index64) + tile.x_stages * (self.stage_bytes(tile, box) - theirs)
-
-    def other_registers(self, tile: Tile) -> int:
-        three = self.shape.products == 3
-        held = 2 * self.words * (4 // self.shape.itemsize)  # words as they were loaded
-        count = 44 + held + 2 * 4 * self.pairs * self.parts
-        if self.shape.out_channels_last:
-            count += 7 + 6 * tile.tiles_m
-        return count + (8 if three else 0)
-
-    @of_tile
-    def registers(self, tile: Tile) -> tuple[int, int] | None:
-        if self.columns(tile) // 2 + BESIDE_SUMS > self.at_start(tile):
-            return None
-        need = self.accumulators(tile) + self.other_registers(tile)
-        shares = REGISTERS[tile.workers, tile.stagers, tile.min_blocks]
-        return next((share for share in shares if share[0] >= need), None)
-
-    def bytes_copied(self, geometry: Geometry, layout: Layout) -> int:
-        """Return how many bytes of a row may be copied at a time, 16, 8 or 4, or 0 for elements that are loaded."""
-        for size in (16, 8, 4):
-            unit = size // self.shape.itemsize
-            whole = geometry.x_extent[2] % unit == 0 and layout.x[4] == 1 and others_divisible(layout.x, 4, unit)
-            if unit == 1 or (whole and layout.x_aligned):
-                return size
-        return 0
-
-    def fits(self, tile: Tile, box: Box, device: Device) -> bool:
-        room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        return box.plane <= MAX_STAGED and self.shared_bytes(tile, box, True) <= room
-
-    def _box(self, tile: Tile, extent: tuple[int, int, int], patches: tuple[int, int], last_row: int) -> Box:
-        """Add the words of a channel: all of the box with its halo, and up to what the last row's last tap reads."""
-        d, h = extent[0] + self.halo[0], extent[1] + self.halo[1]
-        w = self.width(tile, extent[2])
-        reads = last_row + (self.halo[0] * h + self.halo[1]) * w + self.aligned - 1 + self.halo[2] + 1
-        plane = at_residue(max(d * h * w, reads) * self.unit, 8, 32)  # four channels lie in different banks
-        return Box(extent, patches, plane, d * h * w * self.unit)
-
-    def parameters(self, tile: Tile, box: Box, blocks: int, copied: int) -> Ints:
-        _, h, w = box.extent
-        width, lines = self.width(tile, w), h + self.halo[1]
-        # In the order in which the kernel divides: items by rows, rows by slices; then what it stores.
-        divisors = (width * self.unit // max(1, copied // 4), lines, w, h)
-        if self.shape.out_channels_last:
-            divisors = (*divisors[:2], width, 1)
-        return (*box.extent, box.plane, *box.patches, blocks, *(magic(divisor) for divisor in divisors))
-
-    def clocks(self, tile: Tile, box: Box) -> float:
-        """Estimate a multiprocessor's clocks for one box."""
-        s, columns = self.shape, self.columns(tile)
-        assert isinstance(s, Shape)
-        steps = self.slots(tile) * tile.tiles_m * tile.workers * tile.k_steps
-        products = steps * self.pairs * s.products
-        staged = self.stages(tile) * self.stage_bytes(tile, box)
-        weights = 0 if tile.resident else self.slots(tile) * self.slot_bytes(tile)
-        outputs = prod(box.extent) * min(8 * tile.tiles_c, s.c_out)
-        per_word = 4 // s.itemsize
-        shared = steps * 8 * per_word * self.words + products * columns / 4 + (staged + weights) / SHARED_BYTES_A_CLOCK
-        if s.out_channels_last:
-            shared += outputs / 32 * (1 if s.itemsize == 4 else 0.75)
-        else:
-            shared += outputs / 32 * (1 + 32 / box.extent[2]) + (tile.rows * 8 * tile.tiles_c + outputs) / 32
-        tensor = products * columns / 2
-        edges = SECTOR / (4 * self.unit * self.width(tile, box.extent[2]))  # of rows, whole sectors are read
-        l2 = (staged * (1 + edges) + weights) / L2_BYTES_A_CLOCK
-        read = prod(box.extent) * prod(s.stride) * s.c_in * s.itemsize * min(1, prod(s.kernel) / prod(s.stride))
-        memory = (read / -(-s.c_out // (8 * tile.tiles_c)) + outputs * s.itemsize) / MEMORY_BYTES_A_CLOCK
-        of_step = (
-            2 * per_word * self.loads + 4 * self.pairs * (12 if s.products == 3 else 3) + 4 * self.pairs * s.products
-        )
-        copies = staged / min(s.copied, 4 if s.copied < 16 else 16) * COPY_INSTRUCTIONS[s.copied]
-        issue = (steps * 4 * (of_step + 8) + (copies + outputs * 12) / 32) / INSTRUCTIONS_A_CLOCK
-        busiest = max(shared, tensor, l2, memory, issue)
-        others = shared + tensor + l2 + memory + issue - busiest
-        of_stages = self.stages(tile) * CHUNK_CLOCKS * (2 if tile.x_stages == 2 else 1)
-        waits = BOX_CLOCKS + of_stages + steps / tile.workers * STEP_CLOCKS
-        clocks = busiest + OVERLAP * others + waits / tile.min_blocks
-        if s.itemsize == 2 and tile.min_blocks == 2 and tile.x_stages > 2:
-            clocks *= TWO_BLOCKS
-        # In the last of so many rounds of boxes, half of the multiprocessors have nothing to do.
-        share = FEW_POSITIONS if max(s.c_in, s.c_out) >= WIDE else POSITIONS
-        rounds = share * s.c_out / (tile.rows * 8 * tile.tiles_c * tile.min_blocks)
-        return clocks * (1 + 0.5 / rounds)
-
-
 @remembered(Tile)
 def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     """Return the best tile for typical extents, with its clocks a position (all channels of a group)."""
@@ -315,13 +133,31 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
     return best_tile(work, ((work.least_cost(tile), tile) for tile in tiles(work)), device)
 
 
+@remembered(Tile)
+def choose_tile_of_size(shape: Shape, times: int, extents: Ints, device: Device) -> tuple[Tile, float] | None:
+    """Return the best of the tiles whose x copies bring, for so many positions so many times."""
+    work = Work.of(shape)
+    return cheapest_tile(
+        ((work.least_of_size(tile, times, extents, device), tile) for tile in tiles_of_any_size(shape)),
+        lambda tile: work.clocks_of_size(tile, times, extents, device),
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def tiles_of_any_size(shape: Shape) -> list[Tile]:
+    """Return the tiles whose x copies bring, with few slots for weights and with more."""
+    every = list(tiles(Work.of(shape)))
+    return every + [dataclasses.replace(tile, ring=LONGER_RING) for tile in every if not tile.resident]
+
+
 def tiles(work: Work) -> Iterator[Tile]:
     """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
     shape = work.shape
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
-    for (workers, stagers, blocks), tiles_c, tiles_m, k_steps, x_stages in itertools.product(
-        REGISTERS, tiles_of_channels, (1, 2, 3, 4, 6), (1, 2, 4, 8), (2, 4, 8)
+    ways = (False, True) if work.boxed and work.live[1] > 1 else (False,)
+    for (workers, stagers, blocks), whole_h, tiles_c, tiles_m, k_steps, x_stages in itertools.product(
+        work.kinds(), ways, tiles_of_channels, (1, 2, 3, 4, 6), (1, 2, 4, 8), (2, 3, 4, 6) if work.boxed else (2, 4, 8)
     ):
         tile = Tile(
             workers=workers,
@@ -336,8 +172,13 @@ def tiles(work: Work) -> Iterator[Tile]:
             take_turns=False,
             all_phases=False,
             min_blocks=blocks,
+            whole_h=whole_h,
         )
         steps = tiles_m * k_steps
+        if work.boxed and (work.channels(tile) % 8 or not work.are_whole(tile)):
+            continue
+        if work.boxed and tiles_c < min(FEWEST_TILES_C, eights):
+            continue
         if steps % 2 or (steps == 2 and shape.products == 1) or (k_steps > 1 and work.channels(tile) >= 2 * shape.c_in):
             continue
         if work.columns(tile) > MAX_COLUMNS or work.slot_bytes(tile) > MAX_SLOT_BYTES:

@@ -66,8 +66,8 @@ class WorkOnPlanes(Sizes, ABC):
         rows = rows or tile.rows
         _, reach_h, reach_w = self.reach(tile)
         extra = reach_w if tile.merge_w else 0
-        depths = [1] if tile.slides else _few(extents[0])
-        for w in _widths(extents[2], rows - extra):
+        depths = [1] if tile.slides else few(extents[0])
+        for w in widths(extents[2], rows - extra):
             pitch = self.width(tile, w)
             for d in depths:
                 most = ((rows - w - extra) // pitch + 1 - (d - 1) * reach_h) // d
@@ -187,7 +187,16 @@ class WorkOnPlanes(Sizes, ABC):
 
     def kind_of_boxes(self, tile: Tile) -> Ints:
         """Return what of a tile its boxes depend on."""
-        kind = (tile.rows, tile.merge_w, tile.all_phases, tile.slides, tile.join_w, self.plane(tile, 1), tile.boxed)
+        kind = (
+            tile.rows,
+            tile.merge_w,
+            tile.all_phases,
+            tile.slides,
+            tile.join_w,
+            self.plane(tile, 1),
+            tile.boxed,
+            tile.whole_h,
+        )
         return tuple(map(int, kind))
 
     def cost_of_best(self, tile: Tile, typical: list[Boxes]) -> float:
@@ -243,13 +252,13 @@ class WorkOnPlanes(Sizes, ABC):
 
 
 @functools.lru_cache(maxsize=1024)
-def _few(extent: int) -> list[int]:
+def few(extent: int) -> list[int]:
     """Return some ways to cut an axis: box extents that leave little of the last box empty."""
     return sorted({even_extent(extent, most) for most in (1, 2, 3, 4, 6, 8, 12, 16)})
 
 
 @functools.lru_cache(maxsize=1024)
-def _widths(extent: int, most: int) -> list[int]:
+def widths(extent: int, most: int) -> list[int]:
     """Return box extents along W, the widest first: rows should be long, but many rows make a compact box."""
     widths = [even_extent(extent, min(most, width)) for width in (extent, 128, 96, 64, 48, 33, 24, 16, 12, 8)]
     return list(dict.fromkeys(width for width in widths if width > 0))
@@ -275,7 +284,7 @@ def with_longer_ring(work: WorkOnPlanes, tile: AnyTile, cost: float, device: Dev
     if tile.resident:
         return tile
     longer = dataclasses.replace(tile, ring=LONGER_RING)
-    if not work.shape.x_channels_last:
+    if not (work.shape.x_channels_last or work.shape.boxes):
         device = dataclasses.replace(device, shared_bytes=min(device.shared_bytes, SHARED_BYTES_BESIDE_L1))
     longer_cost = work.typical_cost(longer, device)
     return longer if longer_cost is not None and longer_cost <= cost else tile

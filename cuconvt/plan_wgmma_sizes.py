@@ -5,7 +5,7 @@ They are those of ``kernels/phase_wgmma.cu``; ``correlate_wgmma.cu`` and ``corre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,6 +62,7 @@ class Tile:
     join_w: bool = False
     boxed: bool = False  # whether bulk tensor copies bring x
     residues: Ints = (0, 0, 0)  # whether an axis without a stride has a phase for each residue modulo the dilation
+    whole_h: bool = field(default=False, kw_only=True)  # whether a box has all rows that taps along H read
 
     @property
     def rows(self) -> int:

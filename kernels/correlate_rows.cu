@@ -13,6 +13,10 @@
 // Classes of taps along D and H, boxes, stages and the ring of weights are those of `correlate_wgmma.cu`. Along W there are none:
 // a position reads UNITS units of STRIDE_W elements that follow each other, and of those the words that its taps need.
 //
+// Where bulk tensor copies can read x (BOXED), one thread names slices of a box. A slice is staged as [row along H][channel][words
+// along W], so that eight positions of four channels lie in different banks whatever the extents, and a row of A is any position of
+// the box. With WHOLE_H it has the rows of all taps along H, and no classes there: memory likes to read what follows each other.
+//
 // Compile-time: kernel, stride, dilation, dtype, precision, tile, and the padding along W modulo the stride, as it says which
 // elements share a word. Run-time: N, extents, the box, padding, channels.
 #ifndef PAD_W  // the padding along W modulo the stride
@@ -21,6 +25,7 @@
 #ifndef K_STEPS  // groups of channels that are staged at a time
 #define K_STEPS 2
 #endif
+#define SPLIT_BY_WORKERS 1
 #include "correlate_box.cuh"
 
 constexpr int IN_WORD = 4 / (int)sizeof(Stored);  // elements
@@ -61,6 +66,8 @@ constexpr int SET_OUTPUTS = 1;
 
 static_assert(HAS_BITS, "an item has a bit for each class along D and H");
 static_assert(!X_CHANNELS_LAST && !MERGE_W && !TAKE_TURNS, "rows of x, a position's taps at once, and one team");
+static_assert(BOXED || !WHOLE_H, "threads bring the rows of one class");
+static_assert(!BOXED || (!OUT_CHANNELS_LAST && CHUNK % 8 == 0), "rows out, and eights of channels");
 static_assert(TILES_M * K_STEPS % 2 == 0, "fragments alternate, from one call of `multiply` to the next, too");
 static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2, "words are loaded two steps ahead of what still reads A");
 
@@ -71,6 +78,38 @@ constexpr int IN_FLIGHT = X_STAGES - 2;  // stages whose copies may be under way
 // The first position whose unit is staged, for a box whose first position is w; before these, what alignment asks for.
 __device__ __forceinline__ Index first_unit(const Problem& p, Index w) { return w - (Index)p.pad[2] / STRIDE_W - BEFORE; }
 __device__ __forceinline__ int lead(const Problem& p, Index w) { return (int)(first_unit(p, w) & (ALIGNED - 1)); }
+
+#if BOXED
+// The rows of A are the positions of the box, one after the other.
+__device__ __forceinline__ Staged staged_box(const Problem& p) {
+    return {(int)p.box[0], (int)p.box[1], (int)p.box[2], (int)p.plane};
+}
+
+// What is staged, in words: a row of a channel, all channels of it, and a slice along D of so many rows.
+struct Slices {
+    int row, line, slice;
+
+    __device__ __forceinline__ explicit Slices(const Problem& p)
+        : row((int)p.plane), line(CHUNK * row), slice((((int)p.box[1] - 1) * STEP_H + REACH_H + 1) * line) {}
+};
+
+__device__ __forceinline__ int stage_pieces(const Problem& p, const Staged&) {
+    return ((int)p.box[0] + REACH_D) * Slices(p).slice / 4;
+}
+
+// Brings the slices of a stage that its class along D reads.
+__device__ __forceinline__ void bring_slices(Piece* to, const TensorMap* x, const Problem& p, const Block& b, int d, int h, int chunk,
+                                             Barrier* full) {
+    const int slices = (int)p.box[0] + (taps_of<AxisD, KERNEL_D>(d) - 1) * AxisD::HOP, pieces = Slices(p).slice / 4;
+    const int at_d = (int)(b.d * STRIDE_D - (Index)p.pad[0]) + d * DILATION_D;
+    const int at_h = (int)(b.h * STRIDE_H - (Index)p.pad[1]) + h * DILATION_H;
+    const int at_w = (int)((first_unit(p, b.w) - lead(p, b.w)) * STRIDE_W), channel = (int)(b.group * p.c_in) + chunk * CHUNK;
+    barrier_arrive_expecting(full, slices * pieces * (int)sizeof(Piece));
+#pragma unroll 1
+    for (int i = 0; i < slices; ++i)
+        copy_box(to + i * pieces, x, at_w, channel, at_h, at_d + i * STRIDE_D, (int)b.n, full);
+}
+#else
 __device__ __forceinline__ int most_lead(const Problem& p) { return p.box[2] % ALIGNED ? ALIGNED - 1 : lead(p, 0); }
 
 // Along W, units; a plane is what is staged of a channel, in words.
@@ -80,7 +119,7 @@ __device__ __forceinline__ Staged staged_box(const Problem& p) {
 }
 
 // Pieces of 16 bytes that a stage has.
-__device__ __forceinline__ int stage_pieces(const Staged& s) { return CHUNK / 4 * s.plane; }
+__device__ __forceinline__ int stage_pieces(const Problem&, const Staged& s) { return CHUNK / 4 * s.plane; }
 
 // What a thread stages at a time, of some channels: one, two or four words of a row.
 struct Item {
@@ -182,6 +221,7 @@ __device__ __forceinline__ void stage_x(Piece* to, const Stored* x, const Item* 
     else if (is_copied(p)) copy_rows<4>(words, x, items, p, st, count, s.plane, thread);
     else if constexpr (sizeof(Stored) == 2) load_rows(words, x, items, p, st, count, s.plane, thread);
 }
+#endif
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -191,12 +231,89 @@ struct Window {
     unsigned value[2][IN_WORD][UNITS * UNIT];
 };
 
+#if BOXED
+// Where a thread's words of a row of taps are.
+struct Words {
+    SharedWords first;  // of the box's first position and the thread's first one of eight channels
+    int next_channel, next_eight;  // further in bytes: its other channel of eight, and eight channels
+    unsigned zero;
+};
+
+// Of each tile, where the two positions are that a thread reads, in bytes. Beyond the box it is the first one, whose sums nobody
+// stores.
+struct Starts {
+    int value[TILES_M][2];
+};
+
+__device__ __forceinline__ Starts find_starts_of_words(const int (&start)[TILES_M], const Problem& p, const Staged& s) {
+    const Slices of(p);
+    Starts starts;
+#pragma unroll
+    for (int tile = 0; tile < TILES_M; ++tile) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = start[tile] + threadIdx.x / 32 % 4 * 16 + half * 8 + threadIdx.x % 32 / 4;
+            const int line = (int)quotient(row, p.box_magic[2]), d = (int)quotient(line, p.box_magic[3]);
+            const int w = row - line * s.w, h = line - d * s.h;
+            starts.value[tile][half] = d < s.d ? (d * of.slice + h * STEP_H * of.line + w * UNIT) * 4 : 0;
+        }
+    }
+    return starts;
+}
+
+// Of eight channels a thread has neighbours, or those that are four apart: what lies in different banks.
+__device__ __forceinline__ int first_of_thread(const Problem& p, const Staged&) {
+    return threadIdx.x % 4 * (p.x_vector == 1 ? 2 : 1) * Slices(p).row;
+}
+
+__device__ __forceinline__ Words words_of_taps(const unsigned* stage, const Problem& p, const Staged&, int tap_d, int tap_h,
+                                               unsigned zero) {
+    const Slices of(p);
+    const int row = tap_d * AxisD::HOP * of.slice + tap_h * AxisH::HOP * of.line;
+    return {words_at(stage + row), (int)p.x_vector * of.row * 4, 8 * of.row * 4, zero};
+}
+
+__device__ __forceinline__ SharedWords words_of(const Words& x, const Starts& starts, int tile, int half, int group, int channel) {
+    const int of_eight = group * PIECE % 8 / 4 + channel;
+    return x.first + (starts.value[tile][half] + group * PIECE / 8 * x.next_eight + of_eight * x.next_channel);
+}
+#else
 // Where a thread's words of a row of taps are.
 struct Words {
     SharedWords first;  // of the first tile, group, position and channel
     int next_position, next_channels, next_group;  // further in bytes: eight positions, four channels, a group
     unsigned zero;
 };
+
+// Where the first rows of a worker's tiles are.
+struct Starts {
+    int value[TILES_M];
+};
+
+__device__ __forceinline__ Starts find_starts_of_words(const int (&start)[TILES_M], const Problem&, const Staged&) {
+    Starts starts;
+#pragma unroll
+    for (int tile = 0; tile < TILES_M; ++tile) starts.value[tile] = start[tile];
+    return starts;
+}
+
+__device__ __forceinline__ int pitch_of(const Problem& p, const Staged& s) { return p.patches[1] ? s.w : 8; }  // of eight rows of A
+
+__device__ __forceinline__ int first_of_thread(const Problem& p, const Staged& s) {
+    return (threadIdx.x / 32 % 4 * 2 * pitch_of(p, s) + threadIdx.x % 32 / 4) * UNIT + threadIdx.x % 4 * s.plane;
+}
+
+__device__ __forceinline__ Words words_of_taps(const unsigned* stage, const Problem& p, const Staged& s, int tap_d, int tap_h,
+                                               unsigned zero) {
+    const int row = (tap_d * AxisD::HOP * s.h + tap_h * AxisH::HOP) * s.w * UNIT;
+    return {words_at(stage + row), pitch_of(p, s) * UNIT * 4, s.plane * 16, s.plane * PIECE * 4, zero};
+}
+
+__device__ __forceinline__ SharedWords words_of(const Words& x, const Starts& starts, int tile, int half, int group, int channel) {
+    const SharedWords first = x.first + (starts.value[tile] * (UNIT * 4) + group * x.next_group);
+    return first + (half * x.next_position + channel * x.next_channels);
+}
+#endif
 
 template <int FIRST, int COUNT> __device__ __forceinline__ void load_some(unsigned* to, SharedWords from) {
     if constexpr (is_read(FIRST, COUNT)) {
@@ -216,13 +333,12 @@ template <int FIRST = 0> __device__ __forceinline__ void load_units(unsigned (&t
     }
 }
 
-__device__ __forceinline__ void load(Window& window, const Words& from, int start, int group) {
-    const SharedWords first = from.first + (start * (UNIT * 4) + group * from.next_group);
+__device__ __forceinline__ void load(Window& window, const Words& from, const Starts& starts, int tile, int group) {
 #pragma unroll
     for (int channel = 0; channel < IN_WORD; ++channel) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            load_units(window.value[half][channel], first + (half * from.next_position + channel * from.next_channels));
+            load_units(window.value[half][channel], words_of(from, starts, tile, half, group, channel));
     }
 }
 
@@ -247,7 +363,7 @@ __device__ __forceinline__ void pick(Fragments& a, const Window& window, unsigne
             }
             const float value = __uint_as_float(window.value[i % 2][0][i < 2 ? first : second]);
             if (PRECISION == TF32X3) split(value, a.value[0][pair][i], a.value[PARTS - 1][pair][i]);
-            else a.value[0][pair][i] = to_tf32(value);
+            else a.value[0][pair][i] = BOXED ? __float_as_uint(value) : to_tf32(value);  // copies round
 #else  // registers 2 and 3 are the second channel's
             const unsigned(&words)[UNITS * UNIT] = window.value[i % 2][i / 2];
             const unsigned low = words[first / 2], high = both ? words[both ? second / 2 : 0] : 0;
@@ -273,7 +389,7 @@ __device__ __forceinline__ void multiply_pairs(float (&sum)[COLUMNS / 2], const 
 // The tensor core truncates its sums, so each chain of a few products starts from zero, and ordinary additions collect the
 // chains. Two alternate: one is added while the next is multiplied.
 __device__ __forceinline__ void multiply(Accumulators& acc, Fragments (&a)[2], const Words& x, Operand b,
-                                         const int (&start)[TILES_M]) {
+                                         const Starts& starts) {
     float sums[2][COLUMNS / 2];
     b = of_warp(b);
     const auto collect = [&](int step) {
@@ -281,11 +397,11 @@ __device__ __forceinline__ void multiply(Accumulators& acc, Fragments (&a)[2], c
         for (int i = 0; i < COLUMNS / 2; ++i) acc.value[0][step / K_STEPS][i] += sums[step % 2][i];
     };
     Window windows[2];  // one is loaded while the other is multiplied
-    load(windows[0], x, start[0], 0);
+    load(windows[0], x, starts, 0, 0);
 #pragma unroll
     for (int step = 0; step < TILES_M * K_STEPS; ++step) {
         const int group = step % K_STEPS;
-        if (step + 1 < TILES_M * K_STEPS) load(windows[(step + 1) % 2], x, start[(step + 1) / K_STEPS], (step + 1) % K_STEPS);
+        if (step + 1 < TILES_M * K_STEPS) load(windows[(step + 1) % 2], x, starts, (step + 1) / K_STEPS, (step + 1) % K_STEPS);
         pick(a[step % 2], windows[step % 2], x.zero);
         const Operand weights = b + group * (PAIRS * PARTS * OPERAND);
         wgmma_fence();
@@ -305,14 +421,14 @@ __device__ __forceinline__ void multiply(Accumulators& acc, Fragments (&a)[2], c
 constexpr bool LAGS = false;  // whether `multiply` returns before its own products are complete: with those of the last call
 #else
 __device__ __forceinline__ void multiply(Accumulators& acc, Fragments (&a)[2], const Words& x, Operand b,
-                                         const int (&start)[TILES_M]) {
+                                         const Starts& starts) {
     b = of_warp(b);
     Window windows[2];  // one is loaded while the other is multiplied
-    load(windows[0], x, start[0], 0);
+    load(windows[0], x, starts, 0, 0);
 #pragma unroll
     for (int step = 0; step < TILES_M * K_STEPS; ++step) {
         const int group = step % K_STEPS;
-        if (step + 1 < TILES_M * K_STEPS) load(windows[(step + 1) % 2], x, start[(step + 1) / K_STEPS], (step + 1) % K_STEPS);
+        if (step + 1 < TILES_M * K_STEPS) load(windows[(step + 1) % 2], x, starts, (step + 1) / K_STEPS, (step + 1) % K_STEPS);
         pick(a[step % 2], windows[step % 2], x.zero);
         wgmma_fence();
         multiply_pairs(acc.value[0][step / K_STEPS], a[step % 2], b + group * (PAIRS * OPERAND), 0, 0, true);
@@ -325,16 +441,24 @@ constexpr bool LAGS = true;
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
+#if BOXED
+#define Source const __grid_constant__ TensorMap
+#else
+#define Source const Stored*
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    correlate_rows(const Stored* x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
+    correlate_rows(Source x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     const Staged s = staged_box(p);
     Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
     Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
     Piece* const stages = slots + RING * SLOT;
-    Turned* const turned = reinterpret_cast<Turned*>(stages + X_STAGES * stage_pieces(s));
+    Turned* const turned = reinterpret_cast<Turned*>(stages + X_STAGES * stage_pieces(p, s));
     Target* const targets = reinterpret_cast<Target*>(turned + 1);
+#if !BOXED
     Item* const items = reinterpret_cast<Item*>(targets + (OUT_CHANNELS_LAST ? 0 : TARGETS * TEAM_THREADS));
+#endif
 
     Ring x_ring(barriers, X_STAGES), weight_ring(barriers + 2 * X_STAGES, RING);
     if (threadIdx.x == 0) init_barriers(x_ring, weight_ring, TEAM_THREADS);
@@ -342,8 +466,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if !OUT_CHANNELS_LAST
     for (int i = threadIdx.x; i < TARGETS * TEAM_THREADS; i += THREADS) targets[i] = find_target(p, s, i);
 #endif
+#if !BOXED
     // Rows of no use are read: behind the box, and where a class along D has less of a halo than others.
-    for (int i = threadIdx.x; i < X_STAGES * stage_pieces(s); i += THREADS) stages[i] = Piece{{0, 0, 0, 0}};
+    for (int i = threadIdx.x; i < X_STAGES * stage_pieces(p, s); i += THREADS) stages[i] = Piece{{0, 0, 0, 0}};
+#endif
     __syncthreads();
 
     const int chunks = ((int)p.c_in + CHUNK - 1) / CHUNK;
@@ -352,14 +478,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (warp >= 4 * WORKERS) {
         give_registers<STAGER_REGISTERS>();
         const int thread = threadIdx.x - WORKER_THREADS - 32;
+#if BOXED
+        if (lane || thread > 0) return;
+#else
         if (thread < 0 && lane) return;
+#endif
         if (thread < 0) wait_for_kernel_before();  // it packs the weights, while x is staged
+#if !BOXED
         Ring landed = x_ring;
         int under_way = 0;
         const auto hand_over = [&] {
             barrier_arrive(landed.full + landed.place);
             landed.next<X_STAGES>();
         };
+#endif
         for (unsigned index = blockIdx.x; index < (unsigned)p.blocks; index += gridDim.x) {
             const Block b = locate(index, p);
             if (thread < 0) {
@@ -370,13 +502,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (RESIDENT) return;
                 continue;
             }
+#if BOXED
+            each_stage<1>(chunks, [&](int d, int h, int, int chunk) {
+                x_ring.wait_until_free();
+                bring_slices(stages + x_ring.place * stage_pieces(p, s), &x, p, b, d, h, chunk, x_ring.full + x_ring.place);
+                x_ring.next<X_STAGES>();
+            });
+        }
+#else
             warps_sync(1, STAGERS);  // nobody reads the items of the box before
             find_items(items, p, s, b, thread);
             warps_sync(1, STAGERS);
             const Stored* const from = x + b.n * p.x_stride[0] + b.group * p.c_in * p.x_stride[1];
             each_stage<1>(chunks, [&](int d, int h, int, int chunk) {
                 x_ring.wait_until_free();
-                stage_x(stages + x_ring.place * stage_pieces(s), from + chunk * CHUNK * p.x_stride[1], items, p, s,
+                stage_x(stages + x_ring.place * stage_pieces(p, s), from + chunk * CHUNK * p.x_stride[1], items, p, s,
                         Stage{d, h, (int)p.c_in - chunk * CHUNK}, thread);
                 copy_async_commit();
                 x_ring.next<X_STAGES>();
@@ -389,15 +529,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         copy_async_wait<0>();
         for (; under_way > 0; --under_way) hand_over();
+#endif
         return;
     }
 
     take_registers<WORKER_REGISTERS>();
-    const int tiles = tiles_of(p, s, (int)p.box[2]), pitch = p.patches[1] ? s.w : 8;  // of eight rows of A
+    const int tiles = tiles_of(p, s, (int)p.box[2]);
     int start[TILES_M];
     find_starts(start, p, s, tiles);
     const bool works = tiles_of_worker(tiles) > 0;
-    const int of_thread = (warp % 4 * 2 * pitch + lane / 4) * UNIT + lane % 4 * s.plane;
+    const Starts starts = find_starts_of_words(start, p, s);
+    const int of_thread = first_of_thread(p, s);
     const Operand weights = describe(slots, COLUMNS * 16, 128);
     const unsigned zero = (unsigned)recomputed(0);
 
@@ -418,16 +560,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         };
         each_stage<1>(chunks, [&](int d, int h, int, int) {
             x_ring.wait_until_full();
-            const unsigned* const stage = stages[x_ring.place * stage_pieces(s)].value;
+            const unsigned* const stage = stages[x_ring.place * stage_pieces(p, s)].value;
 #pragma unroll 1
             for (int tap_d = 0; tap_d < taps_of<AxisD, KERNEL_D>(d); ++tap_d) {
 #pragma unroll 1
                 for (int tap_h = 0; tap_h < taps_of<AxisH, KERNEL_H>(h); ++tap_h) {
                     weight_ring.wait_until_full();
-                    const int row = (tap_d * AxisD::HOP * s.h + tap_h * AxisH::HOP) * s.w * UNIT;
-                    const Words words = {words_at(stage + (first + row)), pitch * UNIT * 4, s.plane * 16,
-                                         s.plane * PIECE * 4, zero};
-                    if (works) multiply(acc, a, words, weights + weight_ring.place * SLOT, start);
+                    const Words words = words_of_taps(stage + first, p, s, tap_d, tap_h, zero);
+                    if (works) multiply(acc, a, words, weights + weight_ring.place * SLOT, starts);
                     if (LAGS) release();
                     used_slot = weight_ring.place;
                     weight_ring.next<RING, RESIDENT>();
@@ -441,6 +581,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         release();
         store(acc, *turned, targets, start, tiles, p, s, b, bias, out);
     }
+}
+
+// The channel that comes at a place along K: of eight, a thread reads the first and the second half of the places, its lane modulo 4
+// of each.
+__device__ __forceinline__ int channel_of(int place, const Problem& p) {
+    return BOXED && p.x_vector == 1 ? place / 8 * 8 + place % 4 * 2 + place % 8 / 4 : place;
 }
 
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][class
@@ -466,20 +612,21 @@ extern "C" __global__ void correlate_rows_pack(const Stored* weight, Piece* pack
     if (group >= (unsigned)p.groups) return;
 
     const int co = tile_c * TILE_C + column, first = (int)chunk * CHUNK + of_chunk * PIECE;
-    const int there = co < p.c_out ? (int)p.c_in - first : 0;
-    weight += p.weight_first + group * p.weight_group_stride + first * p.weight_stride[0] + co * p.weight_stride[1] +
-              tap_d * p.weight_stride[2] + tap_h * p.weight_stride[3] + 2 * pair * p.weight_stride[4];
+    const int there = co < p.c_out ? (int)p.c_in : 0;
+    weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] + tap_d * p.weight_stride[2] +
+              tap_h * p.weight_stride[3] + 2 * pair * p.weight_stride[4];
     Channels both[2];
 #pragma unroll
     for (int c = 0; c < PIECE; ++c) {
+        const int channel = channel_of(first + c, p);
+        const Stored* const from = weight + channel * p.weight_stride[0];
 #pragma unroll
         for (int tap = 0; tap < 2; ++tap) {
             // A piece has one tap of four channels or, of 16 bits, both taps.
             Stored& value = IN_WORD == 1 ? both[tap].value[c % PIECE] : both[c / 4 % 2].value[(c % 4 * 2 + tap) % PIECE];
             zero(value);
-            if (c < there && 2 * pair + tap < KERNEL_W) value = weight[tap * p.weight_stride[4]];
+            if (channel < there && 2 * pair + tap < KERNEL_W) value = from[tap * p.weight_stride[4]];
         }
-        weight += p.weight_stride[0];
     }
     const PlaceOfTaps place(tap_d, tap_h, (int)chunks);
     const long long slots_of_box = (KERNEL_D * KERNEL_H) * (long long)chunks;

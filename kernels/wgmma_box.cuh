@@ -31,6 +31,12 @@
 #ifndef BOXED  // whether bulk tensor copies bring x
 #define BOXED 0
 #endif
+#ifndef SPLIT_BY_WORKERS  // whether workers split for 3xTF32 what they read, or other threads what lies in shared memory
+#define SPLIT_BY_WORKERS 0
+#endif
+#ifndef WHOLE_H  // whether a box has all rows that taps along H read, and these are of one class
+#define WHOLE_H 0
+#endif
 #ifndef APART_D  // whether each tap along an axis has boxes of its own, without a halo
 #define APART_D 0
 #define APART_H 0
@@ -67,7 +73,13 @@
 #endif
 
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D, APART_D> AxisD;
+#if WHOLE_H
+constexpr int STEP_H = KERNEL_H > 1 ? STRIDE_H / gcd(STRIDE_H, DILATION_H) : 1;  // rows from a position to the next one
+typedef Axis<KERNEL_H, 1, (KERNEL_H > 1 ? DILATION_H * STEP_H / STRIDE_H : 1)> AxisH;
+#else
+constexpr int STEP_H = 1;
 typedef Axis<KERNEL_H, STRIDE_H, DILATION_H, APART_H> AxisH;
+#endif
 typedef Axis<KERNEL_W, STRIDE_W, DILATION_W, APART_W> AxisW;
 
 constexpr int WORKER_THREADS = 128 * WORKERS;
@@ -91,7 +103,7 @@ static_assert(!(MERGE_W && OUT_CHANNELS_LAST), "sums of taps are shifted where t
 static_assert(!OUT_CHANNELS_LAST || OUT_RUN == 1, "a run is of one channel");
 
 // Boxes that copies bring are multiplied as they come, or threads split them first.
-constexpr bool SPLITS = BOXED && PARTS == 2;
+constexpr bool SPLITS = BOXED && PARTS == 2 && !SPLIT_BY_WORKERS;
 constexpr int BARRIERS = 2 * (TEAMS * X_STAGES + RING) + (SPLITS ? TEAMS * X_STAGES : 0);
 constexpr int BARRIER_BYTES = round_up(8 * BARRIERS, 128);
 

@@ -261,6 +261,58 @@ def test_special_values_of_strided_rows(cupy: Any, by_rows: None, name: str, pre
     special_values_land_where_the_definition_puts_them(ROWS[name], precision)
 
 
+# Rows of whole 16 bytes, which bulk tensor copies bring whether y fills them or not.
+BOXED_ROWS = {
+    "volume": case((2, 64, 9, 20, 64), 32, 2, stride=2, has_bias=True),
+    "overlapping": case((2, 72, 11, 21, 40), 40, 3, stride=2, padding=1, output_padding=1),
+    "ragged": case((2, 35, 9, 21, 39), 33, 3, stride=2, padding=1, out_layout="cropped"),
+    "grouped": case((3, 72, 33, 45), 96, 5, stride=2, padding=2, groups=3, out_layout="cropped"),
+    "by_four": case((3, 24, 33, 72), 48, 4, stride=4),
+    "by_eight": case((2, 40, 515), 24, 10, stride=8, padding=4, out_layout="cropped"),
+    "apart": case((2, 32, 5, 17, 64), 64, 3, stride=2, padding=1, dilation=2, out_layout="cropped"),
+    "unequal": case((2, 40, 11, 13, 36), 24, (3, 5, 4), (2, 3, 2), (1, 2, 1), dilation=(1, 2, 1), out_layout="cropped"),
+    "one_axis": case((3, 128, 2051), 48, 4, stride=2, padding=1, out_layout="cropped"),
+    "small": case((2, 320, 4, 4, 4), 96, 2, stride=2),
+    "few": case((2, 24, 19, 53), 5, 4, stride=2, padding=1, out_layout="cropped"),
+}
+
+
+@pytest.fixture(params=[0, 1], ids=["rows_of_a_class", "all_rows"])
+def by_boxes(request: Any) -> Iterator[None]:
+    """Take any tile whose boxes have the rows of one class of taps along H, or of all."""
+    from cuconvt import cuda_gradients
+    from cuconvt import plan_correlate_rows as rows
+
+    def plan_any(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Plan:
+        work = rows.Work(*rows.as_read(geometry, layout), dtype, precision)
+        tiles = [tile for tile in rows.tiles(work) if tile.whole_h == bool(request.param and work.live[1] > 1)]
+        random.Random(str(geometry)).shuffle(tiles)
+        plans = (rows.plan_tile(geometry, dtype, layout, precision, device, tile) for tile in tiles)
+        plan = next(plan for plan in plans if isinstance(plan, Plan))
+        assert plan.maps
+        return plan
+
+    with planned_by(plan_any, cuda_gradients, "make_correlate_plan", cuda_gradients._prepare_correlate):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")]
+)
+@pytest.mark.parametrize("name", BOXED_ROWS)
+def test_strided_rows_that_copies_bring(
+    cupy: Any, by_boxes: None, name: str, dtype: str, precision: str | None
+) -> None:
+    for operation in ("input", "conv"):
+        check(operation, BOXED_ROWS[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("name", ["overlapping", "volume", "by_four"])
+def test_special_values_of_rows_that_copies_bring(cupy: Any, by_boxes: None, name: str, precision: str) -> None:
+    special_values_land_where_the_definition_puts_them(BOXED_ROWS[name], precision)
+
+
 # The same where copies bring y once it is turned, and y whose rows are anywhere.
 TURNED = {
     **{name: ROWS[name] for name in ROWS if ROWS[name].groups == 1},

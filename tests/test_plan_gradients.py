@@ -35,6 +35,7 @@ from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_c
 from cuconvt.plan_weight_gradient_gemm import plan_weight_gradient_gemm
 from cuconvt.plan_weight_gradient_wgmma import plan_weight_gradient_wgmma
 from cuconvt.plan_wgmma_boxes import LONGER_RING, SHARED_BYTES_BESIDE_L1
+from cuconvt.tensor_map import ITEMSIZES
 
 MAKE = {"correlate": make_correlate_plan, "weight_gradient": make_weight_gradient_plan}
 MAKE_ANY = {"conv_transpose": make_plan, **MAKE}
@@ -97,9 +98,13 @@ def test_neither_batch_nor_extents_recompile(operation: str, offsets: tuple[int,
     if problem.n is not None:
         others.append(dataclasses.replace(problem, n=problem.n + 24))
     for dtype in DTYPES:
-        plan = plan_of(operation, problem, dtype)
-        for other in others:
+        plans: dict[bool, Plan] = {}
+        for other in (problem, *others):
             same = plan_of(operation, other, dtype)
+            # Copies bring rows of y that are whole 16 bytes to a kernel of their own.
+            row = other.out_shape[-1] * ITEMSIZES.get(dtype, 8)
+            is_whole = operation == "correlate" and row % 16 == 0
+            plan = plans.setdefault(is_whole, same)
             if operation == "correlate" and bool(same.turns) != bool(plan.turns):
                 continue  # y in rows is turned before where it is small
             assert same.kernel == plan.kernel
@@ -205,7 +210,7 @@ def test_the_best_tile_of_a_size_is_found(extents: tuple[int, ...], dtype: tuple
         (case((8, 512, 1024), 256, 8, 8), "float32", "tf32"),
         (case((8, 512, 1024), 256, 8, 8), "float32", "tf32x3"),
         (case((4, 256, 48, 48), 128, 3, 3), "float16", None),
-        (case((2, 256, 12, 12, 12), 128, 3, 2, 1, 1), "float32", "tf32x3"),  # small
+        (case((2, 256, 13, 13, 13), 128, 3, 2, 1), "float32", "tf32x3"),  # small
         (case((32, 64, 12, 16, 16), 48, 3, 2), "bfloat16", None),
         (case((2, 256, 40, 40, 40), 48, 3, 2), "float32", "tf32"),
         (case((16, 32, 16, 32, 32), 64, 3, 2, 1, dilation=2), "bfloat16", None),
@@ -232,14 +237,14 @@ def test_small_y_in_rows_is_turned_before() -> None:
         problem = case((4, 2 * channels, extent, extent), channels, 4, 2, 1)
         return [plan_of("correlate", problem, *of, **keywords) for of in (("bfloat16",), ("float32", "tf32"))]
 
-    small, larger, large = plans(16), plans(64), plans(256)
+    small, larger, large = plans(17), plans(65), plans(257)  # no whole 16 bytes
     for one, other in zip(small, larger, strict=True):
         assert (one.kernel, of_problem(one)) == (other.kernel, of_problem(other))
     for one in (*small, *larger):
         assert dict(one.defines)["X_TURNED"] == 1
         assert one.maps[0].strides[0] == one.maps[0].extents[0] * (2 if one.maps[0].dtype == "bfloat16" else 4)
-    assert [plan.workspace_bytes for plan in larger] == [4 * 64 * 128 * 128 * size for size in (2, 4)]
-    assert "turned arrays 8388608 B" in str(larger[0])
+    assert [plan.workspace_bytes for plan in larger] == [4 * 64 * 130 * 130 * size for size in (2, 4)]
+    assert f"turned arrays {4 * 64 * 130 * 130 * 2} B" in str(larger[0])
     for plan in (*large, *plans(64, last=True), *plans(64, channels=8), plan_of("correlate", FIXED["kb61"])):
         assert not plan.turns
         assert "X_TURNED" not in dict(plan.defines)
@@ -253,7 +258,8 @@ def test_small_y_in_rows_is_turned_before() -> None:
         ("correlate", FIXED["kb61"], "float64", None, "correlate"),
         ("correlate", FIXED["kb58"], "bfloat16", None, "correlate_wgmma"),
         ("correlate", FIXED["kb73"], "bfloat16", None, "correlate_narrow"),
-        ("correlate", case((2, 64, 64, 64, 64), 32, 2, 2), "bfloat16", None, "correlate_disjoint"),
+        ("correlate", case((2, 64, 64, 64, 64), 32, 2, 2), "bfloat16", None, "correlate_rows"),
+        ("correlate", case((2, 64, 64, 64, 62), 32, 2, 2), "bfloat16", None, "correlate_disjoint"),
         ("correlate", case((2, 64, 64, 64, 64), 32, 2, 2), "float32", None, "correlate_disjoint"),
         ("correlate", case((2, 64, 48, 48, 48), 32, 3, 2, 1, 1), "float32", None, "correlate_rows"),
         ("correlate", case((2, 64, 48, 48, 48), 32, 3, 2, 1), "float32", None, "correlate_wgmma"),  # odd rows
@@ -261,7 +267,12 @@ def test_small_y_in_rows_is_turned_before() -> None:
         ("correlate", case((2, 320, 16, 16, 16), 320, 2, 2), "float16", None, "correlate_rows"),  # of many channels
         ("correlate", case((8, 16, 128, 128), 16, 4, 2, 1), "float32", "tf32", "correlate_rows"),
         ("correlate", case((32, 32, 256), 256, 7, 4), "float32", None, "correlate_wgmma"),  # few positions
-        ("correlate", case((8, 256, 2400), 128, 10, 5, 3, 1), "float32", "tf32", "correlate_wgmma"),
+        ("correlate", case((8, 256, 2400), 128, 10, 5, 3, 1), "float32", "tf32", "correlate_rows"),
+        ("correlate", case((2, 256, 12, 12, 12), 128, 3, 2, 1, 1), "float32", "tf32x3", "correlate_rows"),
+        ("correlate", case((2, 256, 12, 12, 12), 128, 3, 2, 1, 1), "bfloat16", None, "correlate_wgmma"),
+        ("correlate", case((32, 256, 8, 8, 8), 128, 4, 2, 1), "bfloat16", None, "correlate_wgmma"),
+        ("correlate", case((8, 512, 1024), 256, 8, 8), "bfloat16", None, "correlate_wgmma"),  # long steps along W
+        ("correlate", case((16, 256, 32, 40, 12), 16, 2, 2), "float32", "tf32", "correlate_disjoint"),
         ("correlate", case((128, 32, 16, 16), 1, 4, 2, 1), "bfloat16", None, "correlate_few_channels"),
         ("correlate", case((1, 4, 64, 45, 24), 64, 4, 2, 1), "float32", "tf32", "correlate_rows"),
         ("correlate", FIXED["depthwise"], "float16", None, "correlate_few_channels"),
@@ -407,13 +418,50 @@ def test_refusals_say_why() -> None:
     [(64, "float16", 16), (66, "float16", 8), (65, "float16", 4), (66, "float32", 16), (65, "float32", 8)],
 )
 def test_rows_are_copied_as_they_are_aligned(width: int, dtype: str, size: int) -> None:
-    geometry = geometry_of(case((2, 16, 4, 4, width), 16, 2, 2))
+    geometry = geometry_of(case((2, 16, 4, 4, width), 16, 2, 2, groups=2))  # of too few channels for boxes
     layout, precision = layout_of(geometry), "tf32" if dtype == "float32" else None
     cramped = dataclasses.replace(layout, out_aligned=False)
     for of_call, expected in ((layout, size), (cramped, 4 if dtype == "float32" else 0)):
         plan = plan_correlate_rows(geometry, dtype, of_call, precision, DEVICES[90])
         assert isinstance(plan, Plan)
+        assert not plan.maps
         assert plan.problem[AT.index("x_vector")] == expected
+
+
+@pytest.mark.parametrize(
+    ("width", "channels", "dtype", "groups", "boxed"),
+    [
+        (64, 16, "float16", 1, True),
+        (66, 16, "float16", 1, False),  # rows of 264 bytes
+        (66, 16, "float32", 1, True),
+        (64, 2, "float16", 1, True),
+        (64, 4, "float32", 1, False),  # threads bring no more than these
+        (64, 32, "float16", 2, True),
+        (64, 48, "float32", 2, False),  # groups of 24
+    ],
+)
+def test_rows_of_whole_pieces_are_copied_by_boxes(
+    width: int, channels: int, dtype: str, groups: int, boxed: bool
+) -> None:
+    geometry = geometry_of(case((2, 16, 4, 4, width), channels, 2, 2, groups=groups))
+    layout, precision = layout_of(geometry), "tf32" if dtype == "float32" else None
+    n, *others, of_w = layout.out
+    beyond = dataclasses.replace(layout, out=(n, *others, 2 * of_w))
+    for of_call, expected in (
+        (layout, boxed),
+        (dataclasses.replace(layout, out_aligned=False), False),
+        (beyond, False),
+    ):
+        plan = plan_correlate_rows(geometry, dtype, of_call, precision, DEVICES[90])
+        assert isinstance(plan, Plan)
+        assert bool(plan.maps) == dict(plan.defines)["BOXED"] == expected
+        if expected:
+            steps, (of_map,) = (16 // (4 if dtype == "float32" else 2)), plan.maps
+            assert of_map.plain
+            assert of_map.extents == (2 * width, channels, 8, 8, 2)
+            # Eight positions of four channels, neighbours or every second one, in different banks.
+            pieces, next_channel = divmod(of_map.channels, steps)[0], plan.problem[AT.index("x_vector")]
+            assert (pieces % 2, pieces % 4) in ((1, 1), (1, 3)) if next_channel == 1 else pieces % 4 == 2
 
 
 @pytest.mark.parametrize(

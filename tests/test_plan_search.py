@@ -21,6 +21,7 @@ PROBLEMS = (
     (case((1, 64, 5, 5, 5), 24, (3, 5, 2), (2, 1, 3)), "float32", "tf32"),
     (case((1, 128, 9, 9), 48, 4, 2, 1), "bfloat16", None),
     (case((1, 40, 99), 64, 8, 4, 2), "float32", "tf32x3"),
+    (case((1, 32, 8, 12, 16), 24, 3, 2, 1, 1), "bfloat16", None),
 )
 
 
@@ -77,3 +78,22 @@ def one_by_one(costs: list[tuple[float, float]]) -> float:
             break
         best = min(best, cost)
     return best
+
+
+@pytest.mark.parametrize("extents", [(6, 16, 20), (1, 1, 300)])
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32x3")])
+def test_the_best_tile_of_rows_for_a_size_is_found(extents: tuple[int, ...], dtype: str, precision: str | None) -> None:
+    """What cannot be the best is left out by the bound, before its boxes are compared."""
+    geometry = geometry_of(case((1, 32, 8, 12, 16), 24, 3, 2, 1, 1))
+    work = correlate_rows.Work(*correlate_wgmma.as_read(geometry, layout_of(geometry)), dtype, precision)
+    assert work.boxed
+    costs = {}
+    for tile in correlate_rows.tiles_of_any_size(work.shape):
+        cost = work.clocks_of_size(tile, 3, extents, DEVICES[90])
+        if cost is not None:
+            assert work.least_of_size(tile, 3, extents, DEVICES[90]) <= cost * (1 + 1e-9), tile
+            costs[tile] = cost
+    assert {tile.whole_h for tile in costs} == {False, True}
+    found = correlate_rows.choose_tile_of_size(work.shape, 3, extents, DEVICES[90])
+    assert found is not None
+    assert found[1] == costs[found[0]] == min(costs.values())

@@ -46,11 +46,15 @@ TILES_TF32 = {
     "gan_3d": (Tile(2, 8, 4, 4, 4, 11, 1), Tile(1, 32, 1, 1, 2, 8, 3)),
     "vocoder_1d": (Tile(2, 32, 1, 1, 4, 11, 1, 4),),
 }
-# Two taps of stride 2 are A as they were loaded; others are selected from two words, or rounded.
+# Two taps of stride 2 are A as they were loaded; others are selected from two words, or rounded, but where copies of
+# boxes have rounded them.
 ROWS = {
     "k2s2": case((1, 64, 9, 9, 9), 32, 2, 2),
     "k3s2": case((1, 64, 9, 9, 9), 32, 3, 2, 1),
-    "k4s4": case((1, 24, 9, 9), 48, 4, 4),
+    "k4s4": case((1, 24, 9, 9), 48, 4, 4, output_padding=1),
+    "k2s2 in boxes": case((1, 64, 16, 16, 16), 32, 2, 2),
+    "k3s2 in boxes": case((1, 64, 16, 16, 16), 32, 3, 2, 1, 1),
+    "k4s4 in boxes": case((1, 24, 16, 16), 48, 4, 4),
 }
 TILES_OF_ROWS = [
     (name, dtype, rows.Tile(workers, 1, tiles_m, 8, False, k_steps, 4, 3, False, False, False, 3 - workers))
@@ -76,6 +80,7 @@ def plan_of_rows(name: str, dtype: str, tile: rows.Tile) -> Plan:
     geometry, precision = geometry_of(ROWS[name]), "tf32" if dtype == "float32" else None
     plan = rows.plan_correlate_rows(geometry, dtype, layout_of(geometry), precision, DEVICES[90], tile)
     assert isinstance(plan, Plan), plan
+    assert bool(plan.maps) == ("boxes" in name)
     return plan
 
 
