@@ -83,7 +83,8 @@ def plan_tile(
     if registers is None:
         return Refusal("correlate_rows", "the sums of this tile do not fit into registers")
     index64 = reads_need_64_bits(geometry, layout, box.extent)
-    own = {"PAD_W": g.pad_before[2] % g.stride[2], "INDEX64": index64, "BOXED": work.boxed, "WHOLE_H": tile.whole_h}
+    own = {"PAD_W": g.pad_before[2] % g.stride[2], "INDEX64": index64, "BOXED": work.boxed}
+    own |= {"WHOLE_H": tile.whole_h, "JOIN_H": work.join_h}
     copied = work.next_channel(box) if work.boxed else work.bytes_copied(g, read)
     return Plan(
         kernel="correlate_rows",
@@ -155,7 +156,7 @@ def tiles(work: Work) -> Iterator[Tile]:
     shape = work.shape
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
-    ways = (False, True) if work.boxed and work.live[1] > 1 else (False,)
+    ways = (False, True) if work.boxed and work.live[1] > 1 and not work.join_h else (False,)
     for (workers, stagers, blocks), whole_h, tiles_c, tiles_m, k_steps, x_stages in itertools.product(
         work.kinds(), ways, tiles_of_channels, (1, 2, 3, 4, 6), (1, 2, 4, 8), (2, 3, 4, 6) if work.boxed else (2, 4, 8)
     ):

@@ -6,7 +6,7 @@ What of them is the same is that of `cuconvt.plan_correlate_wgmma_work`, whose s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ REGISTERS = {
     (2, 1, 1): ((208, 88),),
 }
 MAX_STAGED = 2**16 - 1  # words of a channel
+MAX_JOINED = MAX_BOX - 8  # numbers of a row: another piece of 16 bytes may follow (see `Work.row_words`)
 # Rates of an H200's multiprocessor, per clock, and more of the estimate, as far as it is another than that of
 # plan_correlate_wgmma_work: fitted to 500 tiles' times for 20 problems.
 L2_BYTES_A_CLOCK = 390
@@ -43,11 +44,13 @@ STEP_CLOCKS = 39  # in which a worker waits: for words of a group of channels
 # By bytes of an element and products: the other kernels' estimates are as much more optimistic.
 COMPARED = {(4, 3): 0.86, (4, 1): 0.84, (2, 1): 1.1}
 # Likewise, where copies bring x, of 190 problems: in general; with strides of 8 numbers; of 16 bits with three axes and
-# many channels, whose rows are short, and with one channel; of TF32 with few channels where taps do not overlap.
+# many channels, whose rows are short, and with one channel; of TF32 with few channels where taps do not overlap; of 16
+# bits with joined rows of few channels.
 BOXED_COMPARED = {(4, 3): 1.12, (4, 1): 0.96, (2, 1): 0.86}
 LONG_UNITS, OF_LONG_UNITS = 8, {2: 2.5, 4: 1.6}
 OF_WIDE_VOLUMES, OF_ONE_CHANNEL = 2.2, 2.0
 FEW_DISJOINT, OF_FEW_DISJOINT = 32, 1.32
+FEW_JOINED, OF_FEW_JOINED = 64, 1.2
 SLOWER = {16: 1.0, 4: 1.25, 2: 6.0}  # by bytes of a row at a time: how much longer it takes for the same estimate
 OF_LAST = 1.4  # likewise, where the result is channels-last, beside one channel of y
 OF_TF32 = {1: 1.1, 2: 1.0, 3: 0.9}  # likewise, by the number of axes
@@ -86,6 +89,7 @@ class Shape(wgmma.Shape):
 
     pad_w: int = 0  # modulo what positions have to be aligned to
     copied: int = 16  # bytes of a row at a time, if it can be aligned at all
+    join_h: bool = False  # whether copies bring the rows of all taps along H as one
 
 
 def _copies_can_bring(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
@@ -107,6 +111,17 @@ def _copies_can_bring(geometry: Geometry, layout: Layout, itemsize: int) -> bool
     )
 
 
+def _with_joined_rows(geometry: Geometry, layout: Layout) -> Layout | None:
+    """Return the layout in which the rows of all taps along H are one, or None where taps share or leave them."""
+    g, (of_n, of_channels, of_d, of_h, of_w) = geometry, layout.x
+    (_, k, k_w), (_, out_h, out_w), (_, x_h, x_w) = g.kernel, g.out_extent, g.x_extent
+    along_h = 1 < k == g.stride[1] and g.dilation[1] == 1 and k * out_h <= x_h
+    along_w = g.stride[2] * out_w == x_w == of_h and (k_w - 1) * g.dilation[2] < g.stride[2]
+    if not (along_h and along_w) or any(g.pad_before[1:]) or k * x_w > MAX_JOINED:
+        return None
+    return replace(layout, x=(of_n, of_channels, of_d, k * of_h, of_w))
+
+
 class Work(correlate_wgmma.Work):
     """The sizes that follow from a problem and a tile; the kernel computes the same ones."""
 
@@ -114,7 +129,9 @@ class Work(correlate_wgmma.Work):
         g, itemsize = geometry, 4 if dtype == "float32" else 2
         # Contiguous rows whose extents differ by whole strides agree in whether words are whole.
         left = g.x_extent[2] % g.stride[2] * itemsize
-        boxes = _copies_can_bring(g, layout, itemsize)
+        boxes, join_h = _copies_can_bring(g, layout, itemsize), False
+        if not boxes and (joined := _with_joined_rows(g, layout)):
+            boxes = join_h = _copies_can_bring(g, joined, itemsize)
         self.shape: Shape = Shape.of(
             g,
             dtype,
@@ -127,6 +144,7 @@ class Work(correlate_wgmma.Work):
             copied=16 if boxes or left == 0 else 4 if left % 4 == 0 else 2,
             boxes=boxes,
             whole_chunks=boxes and g.groups > 1,
+            join_h=join_h,
         )
         self._derive()
 
@@ -134,7 +152,7 @@ class Work(correlate_wgmma.Work):
         super()._derive()
         s = self.shape
         assert isinstance(s, Shape)
-        self.boxed = s.boxes
+        self.boxed, self.join_h = s.boxes, s.join_h
         stride, per_word = s.stride[2], 4 // s.itemsize
         self.piece = 16 // s.itemsize  # channels of a group
         self.unit = stride // per_word  # words from a position to the next one
@@ -175,6 +193,8 @@ class Work(correlate_wgmma.Work):
             compared *= OF_ONE_CHANNEL
         if s.itemsize == 4 and s.products == 1 and disjoint and s.c_in <= FEW_DISJOINT:
             compared *= OF_FEW_DISJOINT
+        if s.itemsize == 2 and s.join_h and s.c_in <= FEW_JOINED:
+            compared *= OF_FEW_JOINED
         return compared
 
     def stores_alone(self, tile: Tile) -> bool:
@@ -211,24 +231,27 @@ class Work(correlate_wgmma.Work):
 
         The channels are neighbours or every second one, see `next_channel`.
         """
-        pieces = self.staged_width(positions) * self.unit // 4
+        width = self.shape.kernel[1] * positions if self.join_h else self.staged_width(positions)
+        pieces = -(-width * self.unit // 4)
         return 4 * (pieces + (pieces % 4 == 0))
 
     def lines(self, tile: Tile, positions: int) -> int:
         """Return the rows that a copy brings for so many positions along H, of a class of taps or of all."""
         s = self.shape
-        if not tile.whole_h:
+        if self.join_h or not tile.whole_h:
             return positions + self.halo[1]
         return staged_axis(s.kernel[1], s.stride[1], s.dilation[1], positions)[2]
 
     def gap_h(self, tile: Tile) -> int:
-        """Return how far these are apart in x."""
+        """Return how far these are apart in x, or in what they are joined to."""
         s = self.shape
+        if self.join_h:
+            return 1
         return gcd(s.stride[1], s.dilation[1]) if tile.whole_h and s.kernel[1] > 1 else s.stride[1]
 
     def live_h(self, tile: Tile) -> int:
         """Return the classes along H."""
-        return 1 if tile.whole_h else self.live[1]
+        return 1 if tile.whole_h or self.join_h else self.live[1]
 
     def next_channel(self, box: Box) -> int:
         """Return which other one of eight channels a lane has that reads some channel."""
@@ -241,6 +264,8 @@ class Work(correlate_wgmma.Work):
         """
         g, (of_n, of_channels, of_d, of_h, of_w) = geometry, layout.x
         x_d, x_h, x_w = g.x_extent
+        if self.join_h:
+            of_h, x_h, x_w = g.kernel[1] * of_h, g.out_extent[1], g.kernel[1] * x_w
         return TensorMap.of(
             "tf32" if dtype == "float32" and self.parts == 1 else dtype,
             (g.n, x_w, x_d, x_h, g.c_in),
@@ -257,11 +282,20 @@ class Work(correlate_wgmma.Work):
             yield from super().boxes(tile, extents, rows)
             return
         rows = rows or tile.rows
-        for w in widths(extents[2], rows):
+        for w in self._joined_widths(extents[2], rows) if self.join_h else widths(extents[2], rows):
             for d in few(extents[0]):
                 if d * w > rows:
                     break
                 yield self._box(tile, (d, even_extent(extents[1], rows // (d * w)), w), (0, 0), 0)
+
+    def _joined_widths(self, extent: int, rows: int) -> list[int]:
+        """Return the extents of boxes along W where rows are joined: they are not cut.
+
+        Estimates count longer ones, which are not brought, as if they were.
+        """
+        most = MAX_JOINED // (self.shape.kernel[1] * self.shape.stride[2])
+        width = extent if extent <= most else even_extent(extent, min(most, rows))
+        return [width] if width <= rows else []
 
     def stage_bytes(self, tile: Tile, box: Box) -> int:
         return self.channels(tile) * box.plane * 4

@@ -16,6 +16,7 @@
 // Where bulk tensor copies can read x (BOXED), one thread names slices of a box. A slice is staged as [row along H][channel][words
 // along W], so that eight positions of four channels lie in different banks whatever the extents, and a row of A is any position of
 // the box. With WHOLE_H it has the rows of all taps along H, and no classes there: memory likes to read what follows each other.
+// With JOIN_H these are one row, where the kernel is the stride: so many rows may be whole 16 bytes where one is not.
 //
 // Compile-time: kernel, stride, dilation, dtype, precision, tile, and the padding along W modulo the stride, as it says which
 // elements share a word. Run-time: N, extents, the box, padding, channels.
@@ -66,7 +67,8 @@ constexpr int SET_OUTPUTS = 1;
 
 static_assert(HAS_BITS, "an item has a bit for each class along D and H");
 static_assert(!X_CHANNELS_LAST && !MERGE_W && !TAKE_TURNS, "rows of x, a position's taps at once, and one team");
-static_assert(BOXED || !WHOLE_H, "threads bring the rows of one class");
+static_assert(BOXED || !(WHOLE_H || JOIN_H), "threads bring the rows of one class");
+static_assert(!JOIN_H || (!WHOLE_H && KERNEL_H == STRIDE_H && DILATION_H == 1 && PAD_W == 0 && REACH_W == 0), "taps share no row");
 static_assert(!BOXED || (!OUT_CHANNELS_LAST && CHUNK % 8 == 0), "rows out, and eights of channels");
 static_assert(TILES_M * K_STEPS % 2 == 0, "fragments alternate, from one call of `multiply` to the next, too");
 static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2, "words are loaded two steps ahead of what still reads A");
@@ -90,7 +92,8 @@ struct Slices {
     int row, line, slice;
 
     __device__ __forceinline__ explicit Slices(const Problem& p)
-        : row((int)p.plane), line(CHUNK * row), slice((((int)p.box[1] - 1) * STEP_H + REACH_H + 1) * line) {}
+        : row((int)p.plane), line(CHUNK * row),
+          slice((((int)p.box[1] - 1) * STEP_H + (JOIN_H ? 0 : REACH_H) + 1) * line) {}
 };
 
 __device__ __forceinline__ int stage_pieces(const Problem& p, const Staged&) {
@@ -102,7 +105,7 @@ __device__ __forceinline__ void bring_slices(Piece* to, const TensorMap* x, cons
                                              Barrier* full) {
     const int slices = (int)p.box[0] + (taps_of<AxisD, KERNEL_D>(d) - 1) * AxisD::HOP, pieces = Slices(p).slice / 4;
     const int at_d = (int)(b.d * STRIDE_D - (Index)p.pad[0]) + d * DILATION_D;
-    const int at_h = (int)(b.h * STRIDE_H - (Index)p.pad[1]) + h * DILATION_H;
+    const int at_h = JOIN_H ? (int)b.h : (int)(b.h * STRIDE_H - (Index)p.pad[1]) + h * DILATION_H;
     const int at_w = (int)((first_unit(p, b.w) - lead(p, b.w)) * STRIDE_W), channel = (int)(b.group * p.c_in) + chunk * CHUNK;
     barrier_arrive_expecting(full, slices * pieces * (int)sizeof(Piece));
 #pragma unroll 1
@@ -269,7 +272,7 @@ __device__ __forceinline__ int first_of_thread(const Problem& p, const Staged&) 
 __device__ __forceinline__ Words words_of_taps(const unsigned* stage, const Problem& p, const Staged&, int tap_d, int tap_h,
                                                unsigned zero) {
     const Slices of(p);
-    const int row = tap_d * AxisD::HOP * of.slice + tap_h * AxisH::HOP * of.line;
+    const int row = tap_d * AxisD::HOP * of.slice + tap_h * (JOIN_H ? (int)p.box[2] * UNIT : AxisH::HOP * of.line);
     return {words_at(stage + row), (int)p.x_vector * of.row * 4, 8 * of.row * 4, zero};
 }
 

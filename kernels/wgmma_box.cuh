@@ -37,6 +37,9 @@
 #ifndef WHOLE_H  // whether a box has all rows that taps along H read, and these are of one class
 #define WHOLE_H 0
 #endif
+#ifndef JOIN_H  // whether these rows are one longer row, where the kernel is the stride along H
+#define JOIN_H 0
+#endif
 #ifndef APART_D  // whether each tap along an axis has boxes of its own, without a halo
 #define APART_D 0
 #define APART_H 0
@@ -73,7 +76,10 @@
 #endif
 
 typedef Axis<KERNEL_D, STRIDE_D, DILATION_D, APART_D> AxisD;
-#if WHOLE_H
+#if JOIN_H
+constexpr int STEP_H = 1;
+typedef Axis<KERNEL_H, 1, 1> AxisH;
+#elif WHOLE_H
 constexpr int STEP_H = KERNEL_H > 1 ? STRIDE_H / gcd(STRIDE_H, DILATION_H) : 1;  // rows from a position to the next one
 typedef Axis<KERNEL_H, 1, (KERNEL_H > 1 ? DILATION_H * STEP_H / STRIDE_H : 1)> AxisH;
 #else

@@ -285,7 +285,8 @@ def by_boxes(request: Any) -> Iterator[None]:
 
     def plan_any(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Plan:
         work = rows.Work(*rows.as_read(geometry, layout), dtype, precision)
-        tiles = [tile for tile in rows.tiles(work) if tile.whole_h == bool(request.param and work.live[1] > 1)]
+        whole_h = request.param == 1 and work.live[1] > 1 and not work.join_h
+        tiles = [tile for tile in rows.tiles(work) if tile.whole_h == whole_h]
         random.Random(str(geometry)).shuffle(tiles)
         plans = (rows.plan_tile(geometry, dtype, layout, precision, device, tile) for tile in tiles)
         plan = next(plan for plan in plans if isinstance(plan, Plan))
@@ -305,6 +306,31 @@ def test_strided_rows_that_copies_bring(
 ) -> None:
     for operation in ("input", "conv"):
         check(operation, BOXED_ROWS[name], dtype, cupy, precision)
+
+
+# Rows of taps along H that are whole 16 bytes together.
+JOINED_ROWS = [
+    (case((3, 64, 14, 14), 48, 2, stride=2), "float16", None),
+    (case((2, 48, 6, 7, 6), 35, 2, stride=2, has_bias=True), "bfloat16", None),
+    (case((5, 24, 19, 7), 40, 4, stride=4), "bfloat16", None),
+    (case((2, 64, 9, 33, 62), 32, (3, 2, 2), stride=2), "float16", None),
+    (case((2, 40, 5, 6, 5), 33, (3, 2, 2), stride=2), "float32", "tf32"),
+    (case((2, 64, 5, 33, 21), 64, 2, stride=2, groups=2), "float32", "tf32"),
+    (case((2, 40, 5, 6, 5), 33, (3, 2, 2), stride=2), "float32", "tf32x3"),
+]
+
+
+@pytest.mark.parametrize(("problem", "dtype", "precision"), JOINED_ROWS)
+def test_joined_rows_that_copies_bring(
+    cupy: Any, by_boxes: None, problem: Problem, dtype: str, precision: str | None
+) -> None:
+    for operation in ("input", "conv"):
+        check(operation, problem, dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+def test_special_values_of_joined_rows_that_copies_bring(cupy: Any, by_boxes: None, precision: str) -> None:
+    special_values_land_where_the_definition_puts_them(JOINED_ROWS[-1][0], precision)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3"])

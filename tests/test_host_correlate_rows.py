@@ -30,7 +30,7 @@ from host_correlate_rows import (
 from host_correlate_wgmma import EXTENTS, LONGEST, SHARED_BYTES, smallest
 from host_gradients import check_drawn, specialisation
 from hypothesis import assume
-from strategies import Problem, case, place
+from strategies import Ints, Problem, case, place
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 import cuconvt
@@ -253,9 +253,47 @@ def test_what_no_tap_reads_does_not_count(dtype: str, in_boxes: bool) -> None:
             assert np.array_equal(np.isfinite(got), np.broadcast_to(finite[:, None], got.shape))
 
 
-# ---- planted faults --------------------------------------------------------------------------------------------------
+# ---- joined rows -----------------------------------------------------------------------------------------------------
 
 TILE = Tile(1, 1, 2, 2, False, 2, 4, 3, False, False, False, 2)
+
+
+def joined_case(
+    kernel: Ints, stride: Ints, channels: tuple[int, int], dtype: str, precision: str | None, index64: bool = False
+) -> Case:
+    """Return a case whose rows of y are whole 16 bytes as long as those of all taps along H are one."""
+    spec = specialisation(kernel, stride, (1,) * len(kernel), channels, (False, False))
+    spec = dataclasses.replace(spec, groups=1, shifts=(0,) * len(kernel))
+    return Case(spec, dtype, precision, ONE, TILE, index64=index64, boxed=True)
+
+
+JOINED = {
+    "images": (joined_case((2, 2), (2, 2), (12, 17), "bfloat16", None), ((7, 14), (9, 6), (1, 2), (4, 62))),
+    "volumes": (joined_case((3, 2, 2), (2, 2, 2), (12, 20), "float32", "tf32"), ((3, 9, 5), (5, 2, 7), (2, 3, 31))),
+    "split": (joined_case((2, 2, 2), (2, 2, 2), (12, 20), "float32", "tf32x3"), ((3, 9, 5), (5, 2, 7), (2, 3, 31))),
+    "by four": (joined_case((1, 4, 3), (1, 4, 4), (12, 20), "float16", None, True), ((3, 5, 7), (2, 4, 15))),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_rows(name: str) -> None:
+    this, extents = JOINED[name]
+    found = set()
+    with on_host(this):
+        for extent in extents:
+            problem = padded(this.spec, extent)
+            # Rows that end with what no tap reads, and some that none reads.
+            more = (this.spec.stride[-2] // 4 * 2, this.spec.stride[-1] - this.spec.kernel[-1])
+            problem = dataclasses.replace(problem, output_padding=(*(0,) * (len(extent) - 2), *more))
+            plan = plan_for(this, problem)
+            assert dict(plan.defines)["JOIN_H"] == 1
+            found.add(problem_of(plan)["x_vector"][0])
+            for operation in ("input", "conv"):
+                check(operation, problem, this.dtype, precision=this.precision, calls=1)
+    assert found == {4 if name == "by four" else 1}
+
+
+# ---- planted faults --------------------------------------------------------------------------------------------------
 
 
 def faulty_case(tile: Tile, dtype: str = "bfloat16", before_w: int = 1) -> Case:
@@ -426,16 +464,24 @@ FAULTS_BOXED = {
     "the other half of eight channels": ("group * PIECE % 8 / 4 + channel", "channel", ELSEWHERE, BOXED_SPLIT),
     "the first eight channels": ("group * PIECE / 8 * x.next_eight", "0 * x.next_eight", ELSEWHERE, BOXED),
     "a tap along D one row away": ("tap_d * AxisD::HOP * of.slice", "tap_d * AxisD::HOP * of.line", ELSEWHERE, BOXED),
-    "a tap along H one slice away": ("tap_h * AxisH::HOP * of.line", "tap_h * AxisH::HOP * of.slice", ELSEWHERE, BOXED),
+    "a tap along H one slice away": (": AxisH::HOP * of.line", ": AxisH::HOP * of.slice", ELSEWHERE, BOXED),
     "a tap along H as far as a position": (
-        "tap_h * AxisH::HOP * of.line",
-        "tap_h * STEP_H * of.line",
+        ": AxisH::HOP * of.line",
+        ": STEP_H * of.line",
         ELSEWHERE,
         WHOLE_H,
     ),
     "a position along H as near as a tap": ("h * STEP_H * of.line + w", "h * of.line + w", ELSEWHERE, WHOLE_H),
     "rows of a class where there are all": ("(int)p.box[1] - 1) * STEP_H +", "(int)p.box[1] - 1) +", IN_USE, WHOLE_H),
     "positions beyond the box": ("d < s.d ? (d * of.slice", "true ? (d * of.slice", ELSEWHERE, BOXED),
+    "joined rows of another tap": ("(int)p.box[2] * UNIT : AxisH", "0 : AxisH", VALUES, JOINED["images"][0]),
+    "joined rows as far apart as others": (
+        "JOIN_H ? (int)b.h : (int)(b.h * STRIDE_H",
+        "false ? (int)b.h : (int)(b.h * STRIDE_H",
+        VALUES,
+        JOINED["images"][0],
+    ),
+    "a halo of joined rows": ("(JOIN_H ? 0 : REACH_H)", "REACH_H", ELSEWHERE + "|" + NEVER_COME, JOINED["images"][0]),
     "fragments that products still read": (
         "pick(a[step % 2], windows[step % 2], x.zero);\n        wgmma_fence();\n        multiply_pairs(acc",
         "pick(a[0], windows[step % 2], x.zero);\n        wgmma_fence();\n        multiply_pairs(acc",
@@ -466,7 +512,12 @@ FAULTS_BOXED = {
 
 
 def run(this: Case, sources: dict[str, str]) -> None:
-    problems = of_each_other_channel(this) if this.boxed else [padded(this.spec, (9, 19)), *of_each_way(this).values()]
+    if len(this.spec.kernel) == 2 and this.boxed:
+        problems = [padded(this.spec, extent) for extent in ((19, 14), (7, 6))]
+    elif this.boxed:
+        problems = of_each_other_channel(this)
+    else:
+        problems = [padded(this.spec, (9, 19)), *of_each_way(this).values()]
     with on_host(this, sources):
         for problem in problems:
             check("input", problem, this.dtype, precision=this.precision)
@@ -485,8 +536,8 @@ def test_fault_is_caught(fault: tuple[str, str, str, Case]) -> None:
 
 @pytest.mark.parametrize(
     "this",
-    [PASSING, SPLIT, BOXED, WHOLE_H, BOXED_SPLIT, BOXED_GROUPS],
-    ids=["16 bits", "3xTF32", "16 bits, boxed", "whole along H", "3xTF32, boxed", "groups, boxed"],
+    [PASSING, SPLIT, BOXED, WHOLE_H, BOXED_SPLIT, BOXED_GROUPS, JOINED["images"][0]],
+    ids=["16 bits", "3xTF32", "16 bits, boxed", "whole along H", "3xTF32, boxed", "groups, boxed", "joined along H"],
 )
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this, kernel_sources("correlate_rows.cu"))

@@ -98,12 +98,12 @@ def test_neither_batch_nor_extents_recompile(operation: str, offsets: tuple[int,
     if problem.n is not None:
         others.append(dataclasses.replace(problem, n=problem.n + 24))
     for dtype in DTYPES:
-        plans: dict[bool, Plan] = {}
+        plans: dict[tuple[bool, bool], Plan] = {}
         for other in (problem, *others):
             same = plan_of(operation, other, dtype)
-            # Copies bring rows of y that are whole 16 bytes to a kernel of their own.
-            row = other.out_shape[-1] * ITEMSIZES.get(dtype, 8)
-            is_whole = operation == "correlate" and row % 16 == 0
+            # Copies bring rows of y that are whole 16 bytes, each or those of all taps, to kernels of their own.
+            row, high = other.out_shape[-1] * ITEMSIZES.get(dtype, 8), other.stride[-2:][0]
+            is_whole = (operation == "correlate" and row % 16 == 0, operation == "correlate" and high * row % 16 == 0)
             plan = plans.setdefault(is_whole, same)
             if operation == "correlate" and bool(same.turns) != bool(plan.turns):
                 continue  # y in rows is turned before where it is small
@@ -259,7 +259,10 @@ def test_small_y_in_rows_is_turned_before() -> None:
         ("correlate", FIXED["kb58"], "bfloat16", None, "correlate_wgmma"),
         ("correlate", FIXED["kb73"], "bfloat16", None, "correlate_narrow"),
         ("correlate", case((2, 64, 64, 64, 64), 32, 2, 2), "bfloat16", None, "correlate_rows"),
-        ("correlate", case((2, 64, 64, 64, 62), 32, 2, 2), "bfloat16", None, "correlate_disjoint"),
+        ("correlate", case((2, 64, 64, 64, 61), 32, 2, 2), "bfloat16", None, "correlate_disjoint"),
+        ("correlate", case((1, 64, 40, 50, 50), 32, 2, 2), "bfloat16", None, "correlate_disjoint"),  # joined rows
+        ("correlate", case((128, 256, 14, 14), 256, 2, 2), "bfloat16", None, "correlate_rows"),  # likewise
+        ("correlate", case((4, 256, 31, 31), 128, 2, 2), "float32", "tf32", "correlate_rows"),  # likewise
         ("correlate", case((2, 64, 64, 64, 64), 32, 2, 2), "float32", None, "correlate_disjoint"),
         ("correlate", case((2, 64, 48, 48, 48), 32, 3, 2, 1, 1), "float32", None, "correlate_rows"),
         ("correlate", case((2, 64, 48, 48, 48), 32, 3, 2, 1), "float32", None, "correlate_wgmma"),  # odd rows
@@ -462,6 +465,41 @@ def test_rows_of_whole_pieces_are_copied_by_boxes(
             # Eight positions of four channels, neighbours or every second one, in different banks.
             pieces, next_channel = divmod(of_map.channels, steps)[0], plan.problem[AT.index("x_vector")]
             assert (pieces % 2, pieces % 4) in ((1, 1), (1, 3)) if next_channel == 1 else pieces % 4 == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "dtype", "joined"),
+    [
+        (case((3, 64, 14, 14), 48, 2, 2), "bfloat16", True),
+        (case((3, 64, 14, 14), 48, 2, 2), "float32", False),  # rows of whole 16 bytes
+        (case((2, 40, 5, 6, 5), 33, (3, 2, 2), 2), "float32", True),
+        (case((2, 40, 5, 6, 5), 33, (3, 2, 2), 2), "bfloat16", False),  # two rows of 20 bytes
+        (case((1, 64, 6, 6, 6), 48, 2, 2), "bfloat16", True),
+        (case((2, 24, 9, 7), 40, 4, 4), "bfloat16", True),
+        (case((2, 24, 9, 7), 40, (4, 2), 4), "bfloat16", False),  # rows that are longer
+        (case((2, 64, 14, 62), 48, 2, 2), "bfloat16", True),
+        (case((2, 64, 14, 66), 48, 2, 2), "bfloat16", False),  # longer than a box
+        (case((3, 64, 14, 14), 48, (3, 2), 2), "bfloat16", False),
+        (case((3, 64, 14, 14), 48, 2, 2, output_padding=1), "bfloat16", False),
+        (case((3, 64, 15, 15), 48, 2, 2, padding=1), "bfloat16", False),
+        (case((3, 64, 14, 14), 48, 2, 2, padding=((0, 1), (0, 0))), "bfloat16", False),  # the last taps reach beyond y
+        (case((2, 24, 9, 7), 40, 4, 4, output_padding=(2, 0)), "bfloat16", True),  # rows that no tap reads
+    ],
+)
+def test_rows_of_taps_along_h_are_joined(problem: Problem, dtype: str, joined: bool) -> None:
+    geometry, precision = geometry_of(problem), "tf32" if dtype == "float32" else None
+    for multiprocessors in (1, 132, 4000):  # so many that boxes are small
+        device = dataclasses.replace(DEVICES[90], multiprocessors=multiprocessors)
+        plan = plan_correlate_rows(geometry, dtype, layout_of(geometry), precision, device)
+        assert isinstance(plan, Plan)
+        assert dict(plan.defines)["JOIN_H"] == joined
+        if joined:
+            (of_map,), width = plan.maps, problem.out_shape[-1]
+            high = problem.kernel[-2]
+            assert problem_of(plan)["box"][2] == problem.extent[-1]  # a row's taps lie so far apart
+            assert of_map.extents[0] == high * width
+            assert of_map.strides[1] == high * width * ITEMSIZES[dtype]
+            assert of_map.steps[1] == 1
 
 
 @pytest.mark.parametrize(

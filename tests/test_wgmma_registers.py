@@ -49,7 +49,7 @@ TILES_TF32 = {
 # Two taps of stride 2 are A as they were loaded; others are selected from two words, or rounded, but where copies of
 # boxes have rounded them.
 ROWS = {
-    "k2s2": case((1, 64, 9, 9, 9), 32, 2, 2),
+    "k2s2": case((1, 64, 9, 9, 9), 32, 2, 2, output_padding=1),
     "k3s2": case((1, 64, 9, 9, 9), 32, 3, 2, 1),
     "k4s4": case((1, 24, 9, 9), 48, 4, 4, output_padding=1),
     "k2s2 in boxes": case((1, 64, 16, 16, 16), 32, 2, 2),
