@@ -12,9 +12,9 @@ from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, problem_parameters
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_rows_work import Shape, Work
-from cuconvt.plan_correlate_wgmma import MAX_SLOT_BYTES, as_read, refuse
-from cuconvt.plan_search import cheapest_tile, remembered, tile_for_size
-from cuconvt.plan_wgmma_boxes import LONGER_RING, best_tile
+from cuconvt.plan_correlate_wgmma import MAX_SLOT_BYTES, as_read, best_tile_of_size, refuse, with_longer_rings
+from cuconvt.plan_search import remembered, tile_for_size
+from cuconvt.plan_wgmma_boxes import best_tile
 from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
 from cuconvt.plan_wgmma_sizes import MAX_BLOCKS, MAX_COLUMNS, RESIDENT_BYTES, Tile
 
@@ -137,18 +137,13 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
 @remembered(Tile)
 def choose_tile_of_size(shape: Shape, times: int, extents: Ints, device: Device) -> tuple[Tile, float] | None:
     """Return the best of the tiles whose x copies bring, for so many positions so many times."""
-    work = Work.of(shape)
-    return cheapest_tile(
-        ((work.least_of_size(tile, times, extents, device), tile) for tile in tiles_of_any_size(shape)),
-        lambda tile: work.clocks_of_size(tile, times, extents, device),
-    )
+    return best_tile_of_size(Work.of(shape), tiles_of_any_size(shape), times, extents, device)
 
 
 @functools.lru_cache(maxsize=4)
 def tiles_of_any_size(shape: Shape) -> list[Tile]:
     """Return the tiles whose x copies bring, with few slots for weights and with more."""
-    every = list(tiles(Work.of(shape)))
-    return every + [dataclasses.replace(tile, ring=LONGER_RING) for tile in every if not tile.resident]
+    return with_longer_rings(list(tiles(Work.of(shape))))
 
 
 def tiles(work: Work) -> Iterator[Tile]:

@@ -14,7 +14,7 @@ from cuconvt import plan_correlate_wgmma_work as correlate_wgmma
 from cuconvt import plan_wgmma_sizes as wgmma
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, at_residue, magic, round_up
-from cuconvt.plan_boxes import count_boxes, even_extent
+from cuconvt.plan_boxes import even_extent
 from cuconvt.plan_copies import others_divisible
 from cuconvt.plan_correlate import staged_axis
 from cuconvt.plan_correlate_wgmma import OTHERS
@@ -22,7 +22,7 @@ from cuconvt.plan_correlate_wgmma_work import FEW_POSITIONS
 from cuconvt.plan_phase_wgmma_work import POSITIONS, SHARED_BYTES_A_CLOCK
 from cuconvt.plan_search import of_tile
 from cuconvt.plan_wgmma_boxes import SECTOR, WIDE, few, widths
-from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_REACHED, REGISTERS_OF_BOXED, ROWS, Box, Tile
+from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_REACHED, REGISTERS_OF_BOXED, Box, Tile
 from cuconvt.tensor_map import MAX_BOX, MAX_STEP, MAX_STRIDE, STRIDE_BYTES, TensorMap
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor.
@@ -409,10 +409,7 @@ class Work(correlate_wgmma.Work):
         return 1 + 0.5 / rounds
 
     def clocks_of_norm(self, tile: Tile, box: Box) -> float:
-        """Estimate a multiprocessor's clocks for one box that copies bring.
-
-        What bounds them adds to each other as in a norm.
-        """
+        """Estimate the same where copies bring x: what bounds a box adds to each other as in a norm."""
         s, r = self.shape, RATES[self.parts]
         per_word, blocks = 4 // s.itemsize, tile.min_blocks
         steps = self.slots(tile) * tile.tiles_m * tile.workers * tile.k_steps
@@ -434,28 +431,6 @@ class Work(correlate_wgmma.Work):
         powers = (multiplied, copies, memory, waits, of_slots)
         norm = sum(power**r.norm for power in powers) ** (1 / r.norm)
         return norm + (r.box + r.outputs * outputs / 32) / blocks
-
-    def clocks_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float | None:
-        """Estimate the clocks of a launch that takes so many positions so many times, or None where no box fits."""
-        times *= -(-self.shape.c_out // (8 * tile.tiles_c))
-        box = self.box_of_launch(tile, extents, times, device, extents[2])
-        if box is None:
-            return None
-        of_cuts = self.clocks_of_cuts(tile, box, extents[2], extents[2])
-        boxes, held = times * count_boxes(extents, box.extent), device.multiprocessors * tile.min_blocks
-        return -(-boxes // held) * tile.min_blocks * (self.clocks_of_norm(tile, box) + of_cuts)
-
-    def least_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float:
-        """Return a lower bound of the same: with boxes without a halo, as many as the device holds at a time."""
-        times *= -(-self.shape.c_out // (8 * tile.tiles_c))
-        positions, held = prod(extents), device.multiprocessors * tile.min_blocks
-        bounds = []
-        for rows in range(ROWS, tile.rows + 1, ROWS):
-            rounds = -(-times * -(-positions // rows) // held)
-            of_box = max(1, times * positions // (rounds * held))
-            box = Box((1, 1, of_box), (0, 0), of_box * self.unit, 0)
-            bounds.append(rounds * tile.min_blocks * self.clocks_of_norm(tile, box))
-        return min(bounds)
 
     def _slices(self, positions: int) -> int:
         """Return the slices along D that all classes read of a box with so many positions."""

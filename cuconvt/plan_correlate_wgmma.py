@@ -35,6 +35,7 @@ from cuconvt.plan_wgmma_sizes import (
     MAX_BLOCKS,
     MAX_COLUMNS,
     RESIDENT_BYTES,
+    AnyTile,
     Shape,
     kinds_of_blocks,
 )
@@ -340,17 +341,27 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
 @remembered(Tile)
 def choose_tile_of_size(shape: Shape, times: int, extents: Ints, device: Device) -> tuple[Tile, float] | None:
     """Return the best of the tiles whose x copies bring with a stride, for so many positions so many times."""
-    work = Work.of(shape)
-    return cheapest_tile(
-        ((work.least_of_size(tile, times, extents, device), tile) for tile in tiles_of_any_size(shape)),
-        lambda tile: work.clocks_of_size(tile, times, extents, device),
-    )
+    return best_tile_of_size(Work.of(shape), tiles_of_any_size(shape), times, extents, device)
 
 
 @functools.lru_cache(maxsize=4)
 def tiles_of_any_size(shape: Shape) -> list[Tile]:
     """Return the tiles whose x copies bring, with few slots for weights and with more."""
-    every = [tile for tile in tiles(Work.of(shape)) if tile.boxed]
+    return with_longer_rings([tile for tile in tiles(Work.of(shape)) if tile.boxed])
+
+
+def best_tile_of_size(
+    work: Work, every: list[AnyTile], times: int, extents: Ints, device: Device
+) -> tuple[AnyTile, float] | None:
+    """Return the best of some tiles for so many positions so many times, with its clocks, or None if none serves."""
+    return cheapest_tile(
+        ((work.least_of_size(tile, times, extents, device), tile) for tile in every),
+        lambda tile: work.clocks_of_size(tile, times, extents, device),
+    )
+
+
+def with_longer_rings(every: list[AnyTile]) -> list[AnyTile]:
+    """Return the tiles, and those with weights that pass by once more, with more slots for these."""
     return every + [dataclasses.replace(tile, ring=LONGER_RING) for tile in every if not tile.resident]
 
 

@@ -375,7 +375,7 @@ class Work(WorkOnPlanes):
             clocks *= (JOINED_AHEAD if tile.x_stages > 2 else 1) * (JOINED_THREE if tile.workers == 3 else 1)
         return clocks * self._last_round(tile, rates.positions)
 
-    def clocks_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float | None:
+    def clocks_of_size(self, tile: wgmma.Tile, times: int, extents: Ints, device: Device) -> float | None:
         """Estimate the clocks of a launch that takes so many positions so many times, or None where no box fits."""
         times *= -(-self.shape.c_out // (8 * tile.tiles_c))
         box = self.box_of_launch(tile, extents, times, device, extents[2])
@@ -384,7 +384,7 @@ class Work(WorkOnPlanes):
         of_cuts = self.clocks_of_cuts(tile, box, extents[2], extents[2])
         return self._clocks_of_boxes(tile, box, times * count_boxes(extents, box.extent), device, of_cuts)
 
-    def least_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float:
+    def least_of_size(self, tile: wgmma.Tile, times: int, extents: Ints, device: Device) -> float:
         """Return a lower bound of the same: with boxes without a halo, as many as the device holds at a time."""
         times *= -(-self.shape.c_out // (8 * tile.tiles_c))
         positions, held = prod(extents), device.multiprocessors * self._at_once(tile)
@@ -392,10 +392,11 @@ class Work(WorkOnPlanes):
         for rows in range(64, tile.rows + 1, 64):
             boxes = round_up(times * -(-positions // rows), held)
             of_box = times * positions // boxes
-            bounds.append(self._clocks_of_boxes(tile, Box((1, 1, of_box), (0, 0), of_box, 0), boxes, device))
+            box = Box((1, 1, of_box), (0, 0), of_box * self.unit, 0)
+            bounds.append(self._clocks_of_boxes(tile, box, boxes, device))
         return min(bounds)
 
-    def _clocks_of_boxes(self, tile: Tile, box: Box, boxes: int, device: Device, of_cuts: float = 0.0) -> float:
+    def _clocks_of_boxes(self, tile: wgmma.Tile, box: Box, boxes: int, device: Device, of_cuts: float = 0.0) -> float:
         rounds = -(-boxes // (device.multiprocessors * self._at_once(tile)))
         return rounds * self._at_once(tile) * (self.clocks_of_norm(tile, box) + of_cuts)
 
@@ -418,11 +419,12 @@ class Work(WorkOnPlanes):
         stages = self.stages(tile)
         return NormOfTile(multiplied**r.norm, copied, waits**r.norm, stages, stages * tile.k_steps * 32)
 
-    def clocks_of_norm(self, tile: Tile, box: Box) -> float:
+    def clocks_of_norm(self, tile: wgmma.Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for one box that copies bring, with a stride or to be split.
 
         What bounds them adds to each other as in a norm.
         """
+        assert isinstance(tile, Tile)
         s, r, of_tile = self.shape, SPLIT if self.parts == 2 else STRIDED, self.norm_of_tile(tile)
         at_once = self._at_once(tile)
         staged = of_tile.place_bytes * box.plane  # bytes of x, as it comes
