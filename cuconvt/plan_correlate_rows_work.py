@@ -337,12 +337,22 @@ class Work(correlate_wgmma.Work):
 
     def fits(self, tile: Tile, box: Box, device: Device) -> bool:
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
-        if self.boxed:
-            _, h, w = box.extent
-            span = (self.lines(tile, h) - 1) * self.gap_h(tile) + 1
-            if max(span, self.row_words(w) * 4 // self.shape.itemsize, self.channels(tile)) > MAX_BOX:
-                return False
-        return box.plane <= MAX_STAGED and self.shared_bytes(tile, box, True) <= room
+        if not self.boxed:
+            return box.plane <= MAX_STAGED and self.shared_bytes(tile, box, True) <= room
+        beside, of_plane = self._bytes_of_boxed(tile)
+        if box.plane > MAX_STAGED or beside + of_plane * box.plane > room:
+            return False
+        _, h, w = box.extent
+        span = (self.lines(tile, h) - 1) * self.gap_h(tile) + 1
+        return max(span, self.row_words(w) * 4 // self.shape.itemsize, self.channels(tile)) <= MAX_BOX
+
+    @of_tile
+    def _bytes_of_boxed(self, tile: Tile) -> tuple[int, int]:
+        """Return the shared memory beside the stages, and that of a word of a channel's plane in all of them.
+
+        A search asks for hundreds of boxes of a tile.
+        """
+        return self.shared_bytes(tile, Box((0, 0, 0), (0, 0), 0, 0), True), 4 * tile.x_stages * self.channels(tile)
 
     def _box(self, tile: Tile, extent: tuple[int, int, int], patches: tuple[int, int], last_row: int) -> Box:
         """Add the words of a channel: all of the box with its halo, and up to what the last row's last tap reads."""
