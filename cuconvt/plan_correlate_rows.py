@@ -6,14 +6,21 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from math import inf, prod
+from math import prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, Plan, Refusal, problem_parameters
 from cuconvt.plan_correlate import reads_need_64_bits
 from cuconvt.plan_correlate_rows_work import Shape, Work
-from cuconvt.plan_correlate_wgmma import MAX_SLOT_BYTES, as_read, best_tile_of_size, refuse, with_longer_rings
-from cuconvt.plan_search import remembered, tile_for_size
+from cuconvt.plan_correlate_wgmma import (
+    MAX_SLOT_BYTES,
+    as_read,
+    best_tile_of_size,
+    refuse,
+    tile_of_size,
+    with_longer_rings,
+)
+from cuconvt.plan_search import remembered
 from cuconvt.plan_wgmma_boxes import best_tile
 from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
 from cuconvt.plan_wgmma_sizes import MAX_BLOCKS, MAX_COLUMNS, RESIDENT_BYTES, Tile
@@ -31,7 +38,8 @@ def plan_correlate_rows(
     """Propose the tile with the least estimated time, or a given one, or say why the kernel does not serve."""
     if reason := _refuse(geometry, dtype, layout, precision, device):
         return Refusal("correlate_rows", reason)
-    work = Work(*as_read(geometry, layout), dtype, precision)
+    g, read = as_read(geometry, layout)
+    work = Work(g, read, dtype, precision)
     if tile is not None:
         cost = work.typical_cost(tile, device)
         return plan_tile(geometry, dtype, layout, precision, device, tile, cost or 0.0)
@@ -40,28 +48,9 @@ def plan_correlate_rows(
         reason = f"no box with its halo fits into {device.shared_bytes} bytes of shared memory"
         return Refusal("correlate_rows", reason)
     tile, cost = choice
-    if work.boxed:
-        tile = _tile_of_size(geometry, layout, work, device, tile)
+    if work.boxed and min(*g.out_extent, g.n) > 0:
+        tile = tile_of_size(work, g, device, choose_tile_of_size) or tile
     return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
-
-
-def _tile_of_size(geometry: Geometry, layout: Layout, work: Work, device: Device, tile: Tile) -> Tile:
-    """Return the tile whose boxes take the least time for so many positions, or the given one.
-
-    Sizes alike share a tile where that costs little.
-    """
-    g, _ = as_read(geometry, layout)
-    if min(*g.out_extent, g.n) == 0:
-        return tile
-
-    def search(n: int, extents: Ints) -> Tile | None:
-        found = choose_tile_of_size(work.shape, n * g.groups, extents, device)
-        return None if found is None else found[0]
-
-    def clocks(of: Tile, n: int, extents: Ints) -> float:
-        return work.clocks_of_size(of, n * g.groups, extents, device) or inf
-
-    return tile_for_size(g.n, g.out_extent, search, clocks) or tile
 
 
 def plan_tile(
@@ -147,7 +136,7 @@ def tiles_of_any_size(shape: Shape) -> list[Tile]:
 
 
 def tiles(work: Work) -> Iterator[Tile]:
-    """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
+    """Yield the tiles that a problem may use, whatever N and extents."""
     shape = work.shape
     eights = -(-shape.c_out // 8)
     tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]

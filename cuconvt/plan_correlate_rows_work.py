@@ -22,7 +22,7 @@ from cuconvt.plan_correlate_wgmma_work import FEW_POSITIONS
 from cuconvt.plan_phase_wgmma_work import POSITIONS, SHARED_BYTES_A_CLOCK
 from cuconvt.plan_search import of_tile
 from cuconvt.plan_wgmma_boxes import SECTOR, WIDE, few, widths
-from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_REACHED, REGISTERS_OF_BOXED, Box, Tile
+from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, REGISTERS_OF_BOXED, Box, Tile, copies_can_count
 from cuconvt.tensor_map import MAX_BOX, MAX_STEP, MAX_STRIDE, STRIDE_BYTES, TensorMap
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor.
@@ -95,14 +95,11 @@ class Shape(wgmma.Shape):
 def _copies_can_bring(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
     """Whether bulk tensor copies can bring rows of x, some channels of one group at a time, and should."""
     g = geometry
-    extents = (g.n, g.c_in, *g.x_extent)
-    reached = max(*extents, *(o * s for o, s in zip(g.out_extent, g.stride, strict=True)))
-    strides = [itemsize * s for s, e in zip(layout.x[:4], extents[:4], strict=True) if e > 1]
+    strides = [itemsize * s for s, e in zip(layout.x[:4], (g.n, g.c_in, *g.x_extent[:2]), strict=True) if e > 1]
     return (
         (g.groups == 1 or g.c_in_per_group % 16 == 0)  # of eight at a time, stages were too small
         and (itemsize == 2 or g.c_in_per_group > 4)  # copies bring eight, threads four
-        and min(extents) > 0
-        and reached < MAX_REACHED
+        and copies_can_count(g)
         and g.stride[1] <= MAX_STEP
         and not layout.out_channels_last
         and layout.x_aligned
@@ -247,7 +244,7 @@ class Work(correlate_wgmma.Work):
         s = self.shape
         if self.join_h:
             return 1
-        return gcd(s.stride[1], s.dilation[1]) if tile.whole_h and s.kernel[1] > 1 else s.stride[1]
+        return s.stride[1] // (staged_axis(s.kernel[1], s.stride[1], s.dilation[1], 1)[0] if tile.whole_h else 1)
 
     def live_h(self, tile: Tile) -> int:
         """Return the classes along H."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf, prod
 
 from cuconvt.geometry import Geometry
@@ -140,16 +140,28 @@ def _tile_of_size(
     is_rough = work.unstrided and work.parts == 1
     if (is_rough and not sized) or min(*g.out_extent, g.n) == 0:
         return tile
+    usual = (tile, LEAST_GAIN) if is_rough else None
+    return tile_of_size(work, g, device, choose_tile_of_size, usual) or tile
 
-    def search(n: int, extents: Ints) -> Tile | None:
-        found = choose_tile_of_size(work.shape, n * g.groups, extents, device)
+
+def tile_of_size(
+    work: Work,
+    geometry: Geometry,
+    device: Device,
+    choose: Callable[..., tuple[AnyTile, float] | None],
+    usual: tuple[AnyTile, float] | None = None,
+) -> AnyTile | None:
+    """Return what `tile_for_size` finds for a correlation, or None; `choose` finds the best tile of a size."""
+    g = geometry
+
+    def search(n: int, extents: Ints) -> AnyTile | None:
+        found = choose(work.shape, n * g.groups, extents, device)
         return None if found is None else found[0]
 
-    def clocks(of: Tile, n: int, extents: Ints) -> float:
-        return work.clocks_of_size(of, n * g.groups, extents, device) or inf
+    def clocks(tile: AnyTile, n: int, extents: Ints) -> float:
+        return work.clocks_of_size(tile, n * g.groups, extents, device) or inf
 
-    usual = (tile, LEAST_GAIN) if is_rough else None
-    return tile_for_size(g.n, g.out_extent, search, clocks, usual) or tile
+    return tile_for_size(g.n, g.out_extent, search, clocks, usual)
 
 
 def plan_turned_correlate_wgmma(

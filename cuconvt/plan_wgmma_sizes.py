@@ -114,17 +114,23 @@ def can_be_boxed(geometry: Geometry, layout: Layout, itemsize: int, channels: in
     g = geometry
     alone = g.groups == 1 or g.c_in_per_group % channels == 0
     extents = (g.n, g.c_in, *g.x_extent)
-    reached = max(*extents, *(o * s for o, s in zip(g.out_extent, g.stride, strict=True)))
-    is_counted = min(extents) > 0 and reached < MAX_REACHED
     # Of a single position no stride tells how far others would be.
     is_whole = max(g.n, *g.x_extent) > 1 or g.c_in * itemsize % STRIDE_BYTES == 0
     return (
         alone
-        and is_counted
+        and copies_can_count(g)
         and is_whole
         and layout.x_channels_last
         and reads(layout.x, extents, layout.x_aligned, itemsize)
     )
+
+
+def copies_can_count(geometry: Geometry) -> bool:
+    """Whether bulk tensor copies can count all that boxes of x reach, and there is any."""
+    g = geometry
+    extents = (g.n, g.c_in, *g.x_extent)
+    reached = max(*extents, *(o * s for o, s in zip(g.out_extent, g.stride, strict=True)))
+    return min(extents) > 0 and reached < MAX_REACHED
 
 
 AnyShape = TypeVar("AnyShape", bound="Shape")

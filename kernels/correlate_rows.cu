@@ -15,7 +15,7 @@
 //
 // Where bulk tensor copies can read x (BOXED), one thread names slices of a box. A slice is staged as [row along H][channel][words
 // along W], so that eight positions of four channels lie in different banks whatever the extents, and a row of A is any position of
-// the box. With WHOLE_H it has the rows of all taps along H, and no classes there: memory likes to read what follows each other.
+// the box. With WHOLE_H it has the rows of all taps along H, and no classes there: stages are fewer and larger.
 // With JOIN_H these are one row, where the kernel is the stride: so many rows may be whole 16 bytes where one is not.
 //
 // Compile-time: kernel, stride, dilation, dtype, precision, tile, and the padding along W modulo the stride, as it says which
