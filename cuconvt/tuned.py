@@ -31,7 +31,7 @@ from cuconvt import (
 from cuconvt.choices import planners_digest
 from cuconvt.compile import cache_folder, digest_of, replace_file, sources_of
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Device, Layout, Plan, Refusal, best_of
+from cuconvt.plan import Device, Layout, Plan, Refusal, make_plan
 
 SCHEMA = 1
 
@@ -110,9 +110,7 @@ def tuned_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
     if not isinstance(plan, Plan):
         _warn_once(store_file(), f"holds no tile of {choice.kernel} for {choice.problem}")
         return None
-    planner = best_of(
-        geometry, [family.plan(geometry, dtype, layout, precision, device) for family in FAMILIES.values()]
-    )
+    planner = make_plan(geometry, dtype, layout, precision, device)
     others = (line for line in planner.refused if not line.startswith(f"{plan.kernel}:"))
     return replace(plan, tuned=True, refused=(f"{against}, measured by `python -m cuconvt tune`", *others))
 
