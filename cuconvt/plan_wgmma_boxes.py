@@ -196,6 +196,7 @@ class WorkOnPlanes(Sizes, ABC):
             self.plane(tile, 1),
             tile.boxed,
             tile.whole_h,
+            tile.flat,
         )
         return tuple(map(int, kind))
 

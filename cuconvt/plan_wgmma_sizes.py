@@ -63,6 +63,8 @@ class Tile:
     boxed: bool = False  # whether bulk tensor copies bring x
     residues: Ints = (0, 0, 0)  # whether an axis without a stride has a phase for each residue modulo the dilation
     whole_h: bool = field(default=False, kw_only=True)  # whether a box has all rows that taps along H read
+    # Where the rows of a plane of x are one row of a copy, the positions of each; any number stands for a problem's.
+    flat: int = field(default=0, kw_only=True)
 
     @property
     def rows(self) -> int:

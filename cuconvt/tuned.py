@@ -24,6 +24,7 @@ from cuconvt import (
     plan_gather,
     plan_narrow_groups,
     plan_phase_gemm,
+    plan_phase_rows,
     plan_phase_wgmma,
     plan_tap_columns,
     plan_wgmma_sizes,
@@ -47,6 +48,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "disjoint": Family(plan_disjoint.plan_disjoint, plan_disjoint.candidates, plan_disjoint.Tile),
     "phase_wgmma": Family(plan_phase_wgmma.plan_phase_wgmma, plan_phase_wgmma.candidates, plan_wgmma_sizes.Tile),
+    "phase_rows": Family(plan_phase_rows.plan_phase_rows, plan_phase_rows.candidates, plan_wgmma_sizes.Tile),
     "correlate_wgmma": Family(
         plan_correlate_wgmma.plan_turned_correlate_wgmma,
         plan_correlate_wgmma.candidates,

@@ -31,6 +31,7 @@ HOPPER = (
     "correlate_rows",
     "correlate_wgmma",
     "disjoint",
+    "phase_rows",
     "phase_wgmma",
     "weight_gradient_tma",
     "weight_gradient_wgmma",

@@ -7,10 +7,11 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from described import DEVICES, channels_last, contiguous, geometry_of
 from host.backend import plan_or_refusal
-from strategies import DTYPES, case
+from strategies import DTYPES, Ints, case
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Layout, Plan
@@ -29,6 +30,7 @@ CHANNELS = {
     "gather": tuple(itertools.product((1, 2, 3, 8, 9), (1, 2, 3, 5, 8, 9, 16, 24, 33, 48))),
     "narrow_groups": ((8, 8), (4, 12), (16, 16), (3, 5), (16, 8)),
     "phase_gemm": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
+    "phase_rows": ((8, 8), (32, 16), (48, 24), (64, 64), (256, 128)),
     "phase_wgmma": ((8, 8), (32, 16), (48, 24), (48, 48), (64, 64)),
     "tap_columns": tuple(itertools.product((16, 48, 128), (1, 2, 3, 4))),
     "weight_gradient": ((1, 1), (3, 5), (9, 2), (16, 8), (48, 33)),
@@ -57,6 +59,8 @@ UNEQUAL = {
     ),
     3: (((3, 5, 7), (2, 2, 2), (1, 1, 1)), ((3, 5, 7), (1, 1, 1), (1, 1, 1)), ((3, 3, 3), (2, 1, 1), (400, 1, 1))),
 }
+# Extents of x: where copies bring rows of whole 16 bytes, or planes of these alone, with as many positions as inputs.
+EXTENTS = {"phase_rows": ((8, 8, 8), (5, 8, 6))}
 # Macros that a problem decides, not the planner.
 OF_THE_PROBLEM = (
     "KERNEL_",
@@ -82,6 +86,7 @@ ALIKE = {
     "disjoint": ("KERNEL_D", "KERNEL_H", "DTYPE"),
     "narrow_groups": ("DILATION_", "SHIFT_", "DTYPE"),
     "phase_gemm": ("KERNEL_D", "STRIDE_D", "DILATION_D", "WARPS_", "EARLY", "SHARED_BYTES", "DTYPE"),
+    "phase_rows": ("KERNEL_D", "KERNEL_H", "DILATION_D", "DILATION_H", "RING", "X_STAGES", "DTYPE"),
     "phase_wgmma": ("DILATION_", "RING", "X_STAGES", "DTYPE"),
     "tap_columns": ("KERNEL_", "STRIDE_D", "STRIDE_H", "DILATION_", "SHIFT_W", "APART", "OUT_VECTOR", "DTYPE"),
 }
@@ -107,9 +112,12 @@ def requests(family: str) -> tuple[Request, ...]:
     for rank, dtype in itertools.product((1, 2, 3), DTYPES):
         axes = [tuple((value,) * rank for value in axis) for axis in AXES]
         for kernel, stride, dilation in (*axes, *UNEQUAL.get(rank, ())):
-            for groups, (c_in, c_out) in itertools.product(GROUPS.get(family, (1,)), CHANNELS[family]):
-                x, channels = (1, groups * c_in, *(5,) * rank), groups * c_out
-                geometry = geometry_of(case(x, channels, kernel, stride, groups=groups, dilation=dilation))
+            padding, more = _as_many_positions(kernel, stride, dilation) if family in EXTENTS else (0, 0)
+            for groups, (c_in, c_out), extent in itertools.product(
+                GROUPS.get(family, (1,)), CHANNELS[family], EXTENTS.get(family, ((5, 5, 5),))
+            ):
+                x, channels = (1, groups * c_in, *extent[3 - rank :]), groups * c_out
+                geometry = geometry_of(case(x, channels, kernel, stride, padding, more, groups, dilation))
                 precisions = PRECISIONS.get(family, ("tf32x3", "tf32")) if dtype == "float32" else (None,)
                 for last, precision in itertools.product((False, True), precisions):
                     strides = channels_last if last else contiguous
@@ -121,6 +129,12 @@ def requests(family: str) -> tuple[Request, ...]:
                     )
                     found.append((geometry, dtype, layout, precision))
     return tuple(found)
+
+
+def _as_many_positions(kernel: Ints, stride: Ints, dilation: Ints) -> tuple[Any, Ints]:
+    """Return the padding, and the output padding, with which a stride of results follows from each input."""
+    cut = [d * (k - 1) + 1 - s for k, s, d in zip(kernel, stride, dilation, strict=True)]
+    return tuple((max(c, 0) // 2, -(-max(c, 0) // 2)) for c in cut), tuple(max(-c, 0) for c in cut)
 
 
 def plans_of(family: str, arch: int, requests: Iterable[Request]) -> Iterator[Plan]:

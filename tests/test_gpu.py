@@ -397,6 +397,79 @@ TURNED = {
 }
 
 
+# Rows that copies bring, one by one or those of a plane as one, to workers that have A in registers.
+BROUGHT = {
+    "disjoint": case((2, 64, 6, 10, 16), 48, 2, stride=2, has_bias=True),
+    "disjoint_wide": case((1, 200, 4, 8, 8), 136, 2, stride=2),
+    "disjoint_image": case((3, 264, 24, 24), 104, 2, stride=2, has_bias=True),
+    "by_four": case((2, 72, 10, 24), 40, 4, stride=4),
+    "volume": case((2, 48, 7, 9, 16), 40, 3, 2, 1, 1, has_bias=True),
+    "late": case((4, 96, 16, 16), 72, 4, 2, 1),
+    "padded": case((2, 100, 19, 24), 56, 5, 2, 2, 1, has_bias=True),
+    "six_taps_by_four": case((2, 40, 9, 16), 33, 6, stride=4, padding=1),
+    "unstrided": case((2, 64, 9, 40), 48, 3, padding=1, has_bias=True),
+    "dilated": case((2, 40, 13, 24), 56, 3, padding=3, dilation=3),
+    "phases_without_a_tap": case((2, 32, 3, 8, 16), 24, (1, 3, 4), 2, (0, 1, 1), (1, 1, 0), has_bias=True),
+    "grouped": case((2, 128, 8, 16), 96, 4, 2, 1, groups=2, has_bias=True),
+    "few_channels": case((5, 12, 24, 32), 7, 4, 2, 1),
+    "batch": case((37, 64, 8, 8), 40, 4, 2, 1, has_bias=True),
+}
+# Those of a plane are whole 16 bytes, but not each.
+BROUGHT_AS_ONE = {
+    "four": case((33, 136, 4, 4), 72, 4, 2, 1, has_bias=True),
+    "six": case((3, 96, 5, 4, 6), 40, 2, stride=2),
+    "twelve": case((3, 72, 12, 12), 48, 3, 2, 1, 1, has_bias=True),
+    "twenty": case((2, 48, 6, 20), 40, 3, padding=1),
+}
+
+
+def brought(flat: bool, plans: list[Plan]) -> Any:
+    """Return a planner of the kernel, whatever the estimates say, whose copies bring rows in this way."""
+    from cuconvt.plan_phase_rows import plan_phase_rows
+
+    def plan(*problem: Any) -> Any:
+        proposed = plan_phase_rows(*problem)
+        assert isinstance(proposed, Plan), proposed
+        plans.append(plan_phase_rows(*problem, dataclasses.replace(proposed.tile, flat=int(flat))))
+        assert dict(plans[-1].defines)["FLAT"] == flat
+        return plans[-1]
+
+    return plan
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("flat", [False, True], ids=["rows", "planes"])
+@pytest.mark.parametrize("name", BROUGHT)
+def test_rows_that_copies_bring(cupy: Any, name: str, flat: bool, dtype: str, precision: str | None) -> None:
+    from cuconvt import cuda
+
+    plans: list[Plan] = []
+    with planned_by(brought(flat, plans), cuda, "make_plan", cuda._prepare):
+        check(BROUGHT[name], dtype, cupy, precision)
+    assert plans[0].maps
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize("name", BROUGHT_AS_ONE)
+def test_planes_of_rows_that_copies_bring(cupy: Any, name: str, dtype: str, precision: str | None) -> None:
+    from cuconvt import cuda
+
+    plans: list[Plan] = []
+    with planned_by(brought(True, plans), cuda, "make_plan", cuda._prepare):
+        check(BROUGHT_AS_ONE[name], dtype, cupy, precision)
+    assert plans[0].maps
+
+
+@pytest.mark.parametrize("checked", [check_infinities, check_scales, check_denormals])
+@pytest.mark.parametrize("flat", [False, True], ids=["rows", "planes"])
+@pytest.mark.parametrize("name", ["disjoint_image", "late", "unstrided", "padded"])
+def test_special_values_of_rows_that_copies_bring(cupy: Any, name: str, flat: bool, checked: Any) -> None:
+    from cuconvt import cuda
+
+    with planned_by(brought(flat, []), cuda, "make_plan", cuda._prepare):
+        checked(BROUGHT[name], to_gpu, "tf32x3")
+
+
 # Channels-last x that copies bring to blocks that slide, own all phases or one, join taps, and keep their weights.
 COPIED = {
     "volume": case((2, 64, 18, 20, 22), 48, 3, 2, 1, 1, has_bias=True, **LAST),

@@ -434,6 +434,7 @@ def test_every_family_is_reached() -> None:
         "correlate_disjoint",
         "correlate_rows",
         "correlate_wgmma",
+        "phase_rows",
         "weight_gradient_narrow",
         "weight_gradient_tma",
         "weight_gradient_wgmma",

@@ -13,6 +13,7 @@ from strategies import Problem, case
 from cuconvt import plan_correlate_rows as correlate_rows
 from cuconvt import plan_correlate_wgmma as correlate_wgmma
 from cuconvt import plan_correlate_wgmma_work, plan_phase_wgmma_work
+from cuconvt import plan_phase_rows as phase_rows
 from cuconvt import plan_phase_wgmma as phase_wgmma
 from cuconvt.plan_search import cheapest_tile
 
@@ -56,9 +57,10 @@ def test_no_tile_takes_less_than_with_ideal_boxes(
         (phase_wgmma, plan_phase_wgmma_work.Work(geometry, dtype, precision, layout).with_pairs()),
         (correlate_wgmma, plan_correlate_wgmma_work.Work(*read, dtype, precision)),
         (correlate_rows, correlate_rows.Work(*read, dtype, precision)),
+        (phase_rows, phase_rows.Work(geometry, dtype, precision, layout)),
     )
     for module, work in works:
-        if module is correlate_rows and module._refuse(geometry, dtype, layout, precision, DEVICES[90]):
+        if module in (correlate_rows, phase_rows) and module._refuse(geometry, dtype, layout, precision, DEVICES[90]):
             continue
         costs = []
         for tile in module.tiles(work):
@@ -95,5 +97,25 @@ def test_the_best_tile_of_rows_for_a_size_is_found(extents: tuple[int, ...], dty
             costs[tile] = cost
     assert {tile.whole_h for tile in costs} == {False, True}
     found = correlate_rows.choose_tile_of_size(work.shape, 3, extents, DEVICES[90])
+    assert found is not None
+    assert found[1] == costs[found[0]] == min(costs.values())
+
+
+@pytest.mark.parametrize("extents", [(8, 12, 16), (5, 3, 6), (1, 1, 300)])
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32x3")])
+def test_the_best_tile_of_phases_for_a_size_is_found(
+    extents: tuple[int, ...], dtype: str, precision: str | None
+) -> None:
+    """The same of rows that are read one by one and of those of a plane that are one row of a copy."""
+    geometry = geometry_of(case((1, 32, 8, 12, 16), 24, 3, 2, 1, 1))
+    work = phase_rows.Work(geometry, dtype, precision, layout_of(geometry))
+    costs = {}
+    for tile in phase_rows.tiles_of_any_size(work.shape):
+        cost = work.clocks_of_size(tile, 3, extents, DEVICES[90])
+        if cost is not None:
+            assert work.least_of_size(tile, 3, extents, DEVICES[90]) <= cost * (1 + 1e-9), tile
+            costs[tile] = cost
+    assert {tile.flat for tile in costs} == ({0} if extents[2] > 256 else {0, 1})
+    found = phase_rows.choose_tile_of_size(work.shape, 3, extents, DEVICES[90])
     assert found is not None
     assert found[1] == costs[found[0]] == min(costs.values())

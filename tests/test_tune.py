@@ -32,6 +32,7 @@ from cuconvt.tuned import FAMILIES, Choice, key_of, save, sources_digest, store_
 ARGUMENTS = {
     "disjoint": ("unet_k2s2", "bfloat16", None, 90),
     "phase_wgmma": ("kb61", "float16", None, 90),
+    "phase_rows": ("colours", "float32", "tf32", 90),
     "phase_gemm": ("kb61", "float32", "tf32x3", 80),
     "tap_columns": ("colours", "bfloat16", None, 90),
     "narrow_groups": ("kb72", "bfloat16", None, 90),
@@ -53,7 +54,7 @@ def _empty_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def arguments_of(kernel: str, last: bool = False) -> tuple[Any, ...]:
     name, dtype, precision, arch = ARGUMENTS[kernel]
     geometry = geometry_of(FIXED[name])
-    last |= kernel == "correlate_wgmma"
+    last = kernel == "correlate_wgmma" or (last and kernel != "phase_rows")
     return geometry, dtype, layout_of(geometry, last), precision, DEVICES[arch]
 
 

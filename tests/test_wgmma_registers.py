@@ -17,6 +17,7 @@ from test_host_faults import plant
 from cuconvt import compile as compiler
 from cuconvt import plan_correlate_rows as rows
 from cuconvt import plan_disjoint as disjoint
+from cuconvt import plan_phase_rows as phase_rows
 from cuconvt.compile import compile_kernel
 from cuconvt.plan import Plan
 from cuconvt.plan_correlate_disjoint import plan_correlate_disjoint
@@ -61,6 +62,27 @@ TILES_OF_ROWS = [
     for name in ROWS
     for dtype, workers, tiles_m, k_steps in (("bfloat16", 1, 2, 2), ("bfloat16", 2, 1, 4), ("float32", 2, 2, 4))
 ]
+# Of TF32 words are A as they were loaded, but at the ends of a plane's rows.
+PHASE_ROWS = {
+    "k2s2": case((1, 64, 8, 8, 8), 32, 2, 2),
+    "k3s2": case((1, 64, 16, 16, 16), 32, 3, 2, 1, 1),
+    "k3s1": case((1, 64, 16, 16), 48, 3, padding=1),
+    "k4s2": case((1, 64, 16, 16), 32, 4, 2, 1),
+    "k3s1 in planes": case((1, 64, 8, 8, 6), 48, 3, padding=1),
+    "k4s2 in planes": case((1, 64, 8, 8, 6), 32, 4, 2, 1),
+}
+# Workers, tiles, steps along K, and whether the rows of a plane are one row of a copy.
+TILES_OF_PHASE_ROWS = [
+    (name, dtype, precision, (3 - blocks, tiles_m, k_steps, "planes" in name))
+    for name in PHASE_ROWS
+    for dtype, precision, blocks, tiles_m, k_steps in (
+        ("bfloat16", None, 2, 2, 2),
+        ("bfloat16", None, 1, 1, 4),
+        ("float32", "tf32", 2, 1, 4),
+        ("float32", "tf32", 1, 2, 2),
+        ("float32", "tf32x3", 1, 1, 2),
+    )
+]
 ALL = [
     (name, dtype, tile)
     for dtype, tiles in (("bfloat16", TILES), ("float32", TILES_TF32))
@@ -81,6 +103,16 @@ def plan_of_rows(name: str, dtype: str, tile: rows.Tile) -> Plan:
     plan = rows.plan_correlate_rows(geometry, dtype, layout_of(geometry), precision, DEVICES[90], tile)
     assert isinstance(plan, Plan), plan
     assert bool(plan.maps) == ("boxes" in name)
+    return plan
+
+
+def plan_of_phase_rows(name: str, dtype: str, precision: str | None, tile: tuple[int, int, int, bool]) -> Plan:
+    geometry, (workers, tiles_m, k_steps, flat) = geometry_of(PHASE_ROWS[name]), tile
+    whole = phase_rows.Tile(
+        workers, 1, tiles_m, 2, False, k_steps, 3, 3, False, False, False, 3 - workers, boxed=True, flat=int(flat)
+    )
+    plan = phase_rows.plan_phase_rows(geometry, dtype, layout_of(geometry), precision, DEVICES[90], whole)
+    assert isinstance(plan, Plan), plan
     return plan
 
 
@@ -128,6 +160,13 @@ def test_registers_of_a_are_left_alone(name: str, dtype: str, tile: Tile) -> Non
 @pytest.mark.parametrize(("name", "dtype", "tile"), TILES_OF_ROWS)
 def test_registers_of_rows_are_left_alone(name: str, dtype: str, tile: rows.Tile) -> None:
     assert not written_before_the_wait(plan_of_rows(name, dtype, tile))
+
+
+@pytest.mark.parametrize(("name", "dtype", "precision", "tile"), TILES_OF_PHASE_ROWS)
+def test_registers_of_phase_rows_are_left_alone(
+    name: str, dtype: str, precision: str | None, tile: tuple[int, int, int, bool]
+) -> None:
+    assert not written_before_the_wait(plan_of_phase_rows(name, dtype, precision, tile))
 
 
 # Two, three and four fragments, and few registers.
@@ -191,3 +230,10 @@ def test_words_that_are_loaded_too_early_are_caught(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiler, "sources_of", lambda _: sources)
     tile = rows.Tile(1, 1, 1, 8, False, 2, 4, 3, False, False, False, 2)
     assert written_before_the_wait(plan_of_rows("k2s2", "bfloat16", tile))
+
+
+def test_words_of_phase_rows_that_are_loaded_too_early_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = "static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2,"
+    sources = plant(dict(compiler.sources_of("phase_rows.cu")), guard, "static_assert(true,")
+    monkeypatch.setattr(compiler, "sources_of", lambda _: sources)
+    assert written_before_the_wait(plan_of_phase_rows("k3s1", "float32", "tf32", (1, 1, 2, False)))

@@ -1,0 +1,249 @@
+"""Plans of the kernel for rows on Hopper's tensor cores, ``kernels/phase_rows.cu``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+from collections.abc import Iterator
+from math import gcd, inf, prod
+
+from cuconvt.geometry import Geometry
+from cuconvt.plan import (
+    INDEX_LIMIT,
+    Device,
+    Ints,
+    Layout,
+    Plan,
+    Refusal,
+    all_positions,
+    positions_reached,
+    problem_parameters,
+    refuse_phases,
+    refuse_steps,
+    refuse_taps,
+    refuse_tensor_cores,
+)
+from cuconvt.plan_correlate_wgmma import MAX_SLOT_BYTES, with_longer_rings
+from cuconvt.plan_phase_rows_work import Shape, Work, outputs_at_once
+from cuconvt.plan_search import cheapest_tile, remembered, tile_for_size
+from cuconvt.plan_views import batch_as_depth
+from cuconvt.plan_wgmma_boxes import best_tile
+from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
+from cuconvt.plan_wgmma_sizes import MAX_BLOCKS, MAX_COLUMNS, REGISTERS_OF_BOXED, RESIDENT_BYTES, Tile
+
+MAX_UNROLLED = 100  # wgmmas of a row of taps
+MAX_PHASES = 4  # along W whose taps are not joined: of more, sums spill
+MOST_CANDIDATES = 12  # that tuning measures
+MAX_PAIRS = 6  # of positions that a thread loads of a channel
+
+
+def plan_phase_rows(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
+) -> Plan | Refusal:
+    """Propose the tile with the least estimated time, or a given one, or say why the kernel does not serve."""
+    geometry, layout = batch_as_depth(geometry, layout)
+    if reason := _refuse(geometry, dtype, layout, precision, device):
+        return Refusal("phase_rows", reason)
+    problem = geometry, dtype, layout, precision, device
+    if tile is None:
+        tile = _tile_of_size(*problem)
+    cost = None if tile is None else cost_of_tile(*problem, tile)
+    if tile is None or cost is None:
+        return Refusal("phase_rows", f"no box with its halo fits into {device.shared_bytes} bytes of shared memory")
+    return plan_tile(*problem, tile, cost)
+
+
+def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
+    """Yield the plan that is proposed, and those of the tiles with the least cost: far fewer than there are.
+
+    Estimates tell good tiles from others, and most take about as long as some other one.
+    """
+    proposed = plan_phase_rows(geometry, dtype, layout, precision, device)
+    if isinstance(proposed, Refusal):
+        return
+    yield proposed
+    geometry, layout = batch_as_depth(geometry, layout)
+    every = tiles_of_any_size(Work(geometry, dtype, precision, layout).shape)
+    costs = ((cost_of_tile(geometry, dtype, layout, precision, device, tile), i) for i, tile in enumerate(every))
+    best = heapq.nsmallest(MOST_CANDIDATES, ((cost, i) for cost, i in costs if cost is not None))
+    for cost, i in best:
+        plan = plan_tile(geometry, dtype, layout, precision, device, every[i], cost)
+        if isinstance(plan, Plan) and plan != proposed:
+            yield plan
+
+
+def _tile_of_size(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Tile | None:
+    """Return the best tile for the problem's size, or that of sizes alike where it takes little longer."""
+    g, work = geometry, Work(geometry, dtype, precision, layout)
+
+    def search(n: int, extents: Ints) -> Tile | None:
+        found = choose_tile_of_size(work.shape, n * g.groups, extents, device)
+        return None if found is None else found[0]
+
+    def clocks(tile: Tile, n: int, extents: Ints) -> float:
+        return work.clocks_of_size(tile, n * g.groups, extents, device) or inf
+
+    return tile_for_size(g.n, _extents(g), search, clocks)
+
+
+def cost_of_tile(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile
+) -> float | None:
+    """Return a tile's cost, or None where no box fits.
+
+    It is that of the best tile for typical extents, which compares with other kernels', and as much more as the tile
+    takes longer than the best one for the size.
+    """
+    g, work = geometry, Work(geometry, dtype, precision, layout)
+    size = g.n * g.groups, _extents(g), device
+    typical, best = choose_tile(work.shape, device), choose_tile_of_size(work.shape, *size)
+    clocks = work.clocks_of_size(tile, *size)
+    if typical is None or best is None or clocks is None:
+        return None
+    return typical[1] * clocks / best[1]
+
+
+def plan_tile(
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile, cost: float = 0.0
+) -> Plan | Refusal:
+    """Plan a problem with a given tile."""
+    g, work = geometry, Work(geometry, dtype, precision, layout)
+    registers = work.registers(tile)
+    if registers is None:
+        return Refusal("phase_rows", "the sums of this tile do not fit into registers")
+    if not (work.shape.flat if tile.flat else work.shape.by_rows):
+        return Refusal("phase_rows", "bulk tensor copies of this tile cannot bring x")
+    phases = g.stride[0] * g.stride[1]
+    tile, extents = work.as_copied(tile, _extents(g))
+    tiles_c = -(-g.c_out_per_group // (8 * tile.tiles_c))
+    times = work.times(tile) * g.groups * g.n
+    box = work.box_of_launch(tile, extents, times, device, g.out_extent[2])
+    if box is None:
+        return Refusal("phase_rows", "the box of this tile does not fit into shared memory")
+    boxes = tuple(-(-q // b) for q, b in zip(extents, box.extent, strict=True))
+    blocks = prod(boxes) * times
+    if blocks > MAX_BLOCKS:
+        return Refusal("phase_rows", f"counts boxes in 31 bits, got {blocks}")
+    if positions_reached(g, box.extent) >= INDEX_LIMIT:
+        return Refusal("phase_rows", f"counts positions along an axis in 31 bits, got {g.out_extent}")
+    own = {
+        "BOXED": 1,
+        "PAD_W": g.pad_before[2] if tile.flat else g.pad_before[2] % (2 * g.stride[2]),
+        "FLAT": tile.flat > 0,
+        "OUT_RUN": outputs_at_once(g, layout, work.shape.itemsize),
+    }
+    return Plan(
+        kernel="phase_rows",
+        defines=wgmma_defines(g, dtype, layout, precision, tile, own, registers),
+        grid=grid_of(
+            blocks,
+            device.multiprocessors * tile.min_blocks,
+            phases if any(k % st for k, st in zip(g.kernel[:2], g.stride[:2], strict=True)) else 1,
+            g.groups * tiles_c if tile.resident else 1,
+        ),
+        block=tile.threads,
+        shared_bytes=work.shared_bytes(tile, box, False),
+        problem=problem_parameters(
+            g, layout, (*boxes, tiles_c), work.next_channel(box.items), box=work.parameters(tile, box, blocks)
+        ),
+        cost=cost * all_positions(g),
+        packed_words=g.groups * tiles_c * work.slots(tile) * work.slot_bytes(tile) // 4,
+        packed_a_thread=4 * work.parts * work.packed_pieces(2 * tile.k_steps),
+        maps=(work.map_of_rows(tile, box, dtype, g, layout),),
+        tile=tile,
+    )
+
+
+def _extents(geometry: Geometry) -> Ints:
+    """Return the outputs of a phase along each axis: boxes begin where these do."""
+    return tuple(-(-o // s) for o, s in zip(geometry.out_extent, geometry.stride, strict=True))
+
+
+def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> str | None:
+    g, itemsize = geometry, 4 if dtype == "float32" else 2
+    if reason := refuse_tensor_cores(dtype, precision, device, wgmma=True):
+        return reason
+    if min(*g.out_extent, g.n) == 0:
+        return "has nothing to compute"
+    if reason := refuse_steps(g) or refuse_taps(g) or refuse_phases(g):
+        return reason
+    if layout.x_channels_last or layout.out_channels_last:
+        return "reads and writes rows, got channels that follow each other"
+    k, st, dil = g.kernel[2], g.stride[2], g.dilation[2]
+    if gcd(st, dil) > 1 or k < st:
+        return f"needs a tap for each phase along W, got {k} for stride {st} and dilation {dil}"
+    work = Work(g, dtype, precision, layout)
+    if not (work.shape.by_rows or work.shape.flat):
+        return "copies rows, or planes of rows, of whole 16 bytes"
+    if not outputs_at_once(g, layout, itemsize):
+        return "stores 16 bytes of rows, or all outputs of two positions"
+    if st > MAX_PHASES and not work.have_all_phases:
+        return f"has at most {MAX_PHASES} phases along W apart from each other, got {st}"
+    if work.of_thread > MAX_PAIRS:
+        return f"holds at most {MAX_PAIRS} pairs of a channel, got {work.of_thread}"
+    return None
+
+
+@remembered(Tile)
+def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
+    """Return the best tile for typical extents, with its clocks a position (all phases, all channels of a group)."""
+    work = Work.of(shape)
+    return best_tile(work, ((work.least_cost(tile), tile) for tile in tiles(work)), device)
+
+
+@remembered(Tile)
+def choose_tile_of_size(shape: Shape, times: int, extents: Ints, device: Device) -> tuple[Tile, float] | None:
+    """Return the best tile for so many positions so many times, with its clocks."""
+    work = Work.of(shape)
+    return cheapest_tile(
+        ((work.least_of_size(tile, times, extents, device), tile) for tile in tiles_of_any_size(shape)),
+        lambda tile: work.clocks_of_size(tile, times, extents, device),
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def tiles_of_any_size(shape: Shape) -> list[Tile]:
+    """Return the tiles, with few slots for weights and with more, whose copies bring rows or planes of them."""
+    every = with_longer_rings(list(tiles(Work.of(shape))))
+    flat = [dataclasses.replace(tile, flat=1) for tile in every] if shape.flat else []
+    return (every if shape.by_rows else []) + flat
+
+
+def tiles(work: Work) -> Iterator[Tile]:
+    """Yield the tiles that a problem may use, whatever N and extents."""
+    shape = work.shape
+    eights = -(-shape.c_out // 8)
+    tiles_of_channels = sorted({-(-eights // parts) for parts in (1, 2, 3, 4, 6, 8, 16)} & set(range(1, 17))) or [16]
+    for (workers, stagers, blocks), tiles_c, tiles_m, k_steps, x_stages in itertools.product(
+        REGISTERS_OF_BOXED, tiles_of_channels, (1, 2, 3, 4), (1, 2, 4, 8), (2, 3, 4, 6)
+    ):
+        tile = Tile(
+            workers=workers,
+            stagers=stagers,
+            tiles_m=tiles_m,
+            tiles_c=tiles_c,
+            merge_w=False,
+            k_steps=k_steps,
+            x_stages=x_stages,
+            ring=3,
+            resident=False,
+            take_turns=False,
+            all_phases=False,
+            min_blocks=blocks,
+            boxed=True,
+        )
+        steps = tiles_m * k_steps
+        if steps % 2 or (steps == 2 and shape.products == 1) or (k_steps > 1 and work.chunk(tile) >= 2 * shape.c_in):
+            continue
+        if not work.are_whole(tile):
+            continue
+        if work.widest(tile) > MAX_COLUMNS or work.slot_bytes(tile) > MAX_SLOT_BYTES:
+            continue
+        if work.unrolled(tile) > MAX_UNROLLED or work.registers(tile) is None:
+            continue
+        slots = work.slots(tile)
+        if max(shape.stride[:2]) == 1 and slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
+            tile = dataclasses.replace(tile, ring=slots, resident=True)
+        yield tile
