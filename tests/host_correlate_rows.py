@@ -21,7 +21,7 @@ from host_correlate_wgmma import (
     smallest,
 )
 from host_gradients import gradients_on_host, specialisation
-from strategies import KINDS, Ints, Problem, Specialisation
+from strategies import KINDS, Ints, Problem, Specialisation, attempts
 
 from cuconvt import plan_correlate_rows as rows
 from cuconvt import plan_correlate_rows_work
@@ -57,7 +57,9 @@ def cases() -> dict[str, Case]:
         choose = random.Random(index)
         (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
         tile = None
+        draws = attempts()
         while tile is None:
+            next(draws)
             spec = draw_problem(choose, rank, dtype, index % 3 == 1)
             tile = draw_tile(choose, spec, dtype, precision)
         device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)  # so few that each block has several boxes
@@ -73,7 +75,9 @@ def boxed_cases() -> dict[str, Case]:
         choose = random.Random(index)
         (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
         tile = None
+        draws = attempts()
         while tile is None:
+            next(draws)
             spec = draw_boxed_problem(choose, rank, dtype, index)
             tile = draw_tile(choose, spec, dtype, precision, boxed=True, whole_h=index >= 12)
         device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from described import channels_last, contiguous, geometry_of, problem_of
 from host_gradients import LAST, gradients_on_host, specialisation
-from strategies import KINDS, Ints, Problem, Specialisation, case
+from strategies import KINDS, Ints, Problem, Specialisation, attempts, case
 
 from cuconvt import plan as planning
 from cuconvt import plan_correlate_wgmma as wgmma
@@ -55,7 +55,9 @@ def cases() -> dict[str, Case]:
         choose = random.Random(index)
         (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
         tile, runs = None, index % 2 == 1
+        draws = attempts()
         while tile is None:
+            next(draws)
             spec = draw_problem(choose, rank, index % 3 == 0, runs)
             tile = draw_tile(choose, spec, dtype, precision, runs)
         device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)  # so few that each block has several boxes
@@ -74,7 +76,9 @@ def boxed_cases() -> dict[str, Case]:
             (("bfloat16", None), ("float32", "tf32"), ("float16", None))[index % 3] if index < 12 else split
         )
         rank, tile = 1 + index // 2 % 3, None
+        draws = attempts()
         while tile is None:
+            next(draws)
             kernel, dilation = (
                 tuple(choose.randint(1, most) for _ in range(rank)) for most in (LARGEST_KERNEL[rank], 2)
             )

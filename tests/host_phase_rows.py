@@ -12,7 +12,7 @@ from typing import Any
 from described import contiguous, geometry_of
 from host.backend import HostBackend
 from host.backend import on_host as family_on_host
-from strategies import KINDS, Ints, Problem, Specialisation, case, full_extent
+from strategies import KINDS, Ints, Problem, Specialisation, attempts, case, full_extent
 
 from cuconvt import plan_phase_rows as rows
 from cuconvt.plan import Device, Layout, Plan, Refusal
@@ -21,7 +21,6 @@ from cuconvt.plan_views import batch_as_depth
 
 BUDGET = 0.02  # a wgmma of 128 threads takes longer than its products
 SHARED_BYTES = 227 * 1024
-MOST_DRAWS = 500  # of a case, before it is said that none serves
 LONGEST = {1: (200,), 2: (12, 22), 3: (4, 6, 12)}
 MORE_W = 18  # inputs along W that drawn problems may have beyond these
 # Extents that are ragged in most boxes; problems may have a few more inputs, see `fitted`.
@@ -83,7 +82,7 @@ def cases() -> dict[str, Case]:
         choose = random.Random(index)
         (dtype, precision), flat = KINDS[index % 4], index >= 12
         rank = 2 + index // 4 % 2 if flat else 1 + index // 4
-        specs = (draw_problem(choose, index, rank, dtype, flat) for _ in range(MOST_DRAWS))
+        specs = (draw_problem(choose, index, rank, dtype, flat) for _ in attempts())
         drawn = (draw_case(choose, index, spec, dtype, precision, flat) for spec in specs)
         this = next(case for case in drawn if case is not None)
         found[f"{'planes' if flat else 'rows'}-{index}-{precision or dtype}-{rank}d"] = this

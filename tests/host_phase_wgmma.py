@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from described import DEVICES, geometry_of, has_plane_with_a_tap, layout_of, problem_of
-from strategies import KINDS, SIDES, Ints, Specialisation, case
+from strategies import KINDS, SIDES, Ints, Specialisation, attempts, case
 
 from cuconvt import plan_phase_wgmma as wgmma
 from cuconvt.geometry import Geometry
@@ -61,7 +61,9 @@ def cases() -> dict[str, dict[str, Any]]:
         (dtype, precision), rank = KINDS[index % 4], 1 + index // 4 % 3
         x_last, out_last = SIDES[(index // 4 + 1) % 4]
         tile, spec = None, None
+        draws = attempts()
         while tile is None or not serves(tile, spec, dtype, precision):
+            next(draws)
             spec = draw_problem(choose, rank, x_last, out_last)
             tile = draw_tile(choose, spec, dtype, precision, out_last)
         # On few multiprocessors each block has several boxes.
@@ -91,7 +93,9 @@ def boxed_cases() -> dict[str, dict[str, Any]]:
     for index, (dtype, precision) in enumerate(kinds):
         choose = random.Random(index)
         rank, out_last, tile, spec = 1 + index // 3 % 3, index % 4 > 0, None, None
+        draws = attempts()
         while tile is None or not serves(tile, spec, dtype, precision):
+            next(draws)
             spec, k_steps = draw_problem(choose, rank, True, out_last), choose.choice((1, 2, 4))
             chunk = k_steps * (8 if precision else 16)
             grouped = index % 4 == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from described import geometry_of, layout_of
 from host_gradients import specialisation, weight_gradients_on_host
-from strategies import Ints, Problem, Specialisation, case
+from strategies import Ints, Problem, Specialisation, attempts, case
 
 from cuconvt import plan as planning
 from cuconvt import plan_weight_gradient_wgmma as wgmma
@@ -99,7 +99,9 @@ def cases() -> dict[str, Case]:
         choose = random.Random(index)
         rank, dtype = 1 + index % 3, ("float16", "bfloat16")[index % 2] if index in DRAWS_16 else "float32"
         tile = None
+        draws = attempts()
         while tile is None:
+            next(draws)
             kernel = tuple(choose.randint(1, LARGEST_KERNEL[rank]) for _ in range(rank))
             stride = tuple(choose.choice((1, 1, 2, 2, 3, 4)) for _ in range(rank))
             dilation = tuple(choose.choice((1, 1, 2)) for _ in range(rank))

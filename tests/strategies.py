@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,12 @@ LAST = {"x_layout": "channels_last", "out_layout": "channels_last"}  # fields of
 # One example stays within milliseconds in float64 on one core.
 MAX_MACS = 2_000_000
 MAX_OUTPUTS = 100_000
+
+
+def attempts(most: int = 1000) -> Iterator[int]:
+    """Count draws of a case: where none of so many serves, that is said, and nobody draws for ever."""
+    yield from range(most)
+    raise AssertionError(f"none of {most} draws serves")
 
 
 @dataclass(frozen=True)
