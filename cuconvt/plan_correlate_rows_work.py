@@ -23,7 +23,7 @@ from cuconvt.plan_phase_wgmma_work import POSITIONS, SHARED_BYTES_A_CLOCK
 from cuconvt.plan_search import of_tile
 from cuconvt.plan_wgmma_boxes import SECTOR, WIDE, few, widths
 from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, REGISTERS_OF_BOXED, Box, Tile, copies_can_count
-from cuconvt.tensor_map import MAX_BOX, MAX_STEP, MAX_STRIDE, STRIDE_BYTES, TensorMap
+from cuconvt.tensor_map import MAX_BOX, MAX_STEP, TensorMap, reads_rows
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor.
 REGISTERS = {
@@ -95,16 +95,13 @@ class Shape(wgmma.Shape):
 def _copies_can_bring(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
     """Whether bulk tensor copies can bring rows of x, some channels of one group at a time, and should."""
     g = geometry
-    strides = [itemsize * s for s, e in zip(layout.x[:4], (g.n, g.c_in, *g.x_extent[:2]), strict=True) if e > 1]
     return (
         (g.groups == 1 or g.c_in_per_group % 16 == 0)  # of eight at a time, stages were too small
         and (itemsize == 2 or g.c_in_per_group > 4)  # copies bring eight, threads four
         and copies_can_count(g)
         and g.stride[1] <= MAX_STEP
         and not layout.out_channels_last
-        and layout.x_aligned
-        and layout.x[4] == 1
-        and all(0 < s < MAX_STRIDE and s % STRIDE_BYTES == 0 for s in strides)
+        and reads_rows(layout.x, (g.n, g.c_in, *g.x_extent), layout.x_aligned, itemsize)
     )
 
 
@@ -255,10 +252,7 @@ class Work(correlate_wgmma.Work):
         return 1 if self.row_words(box.extent[2]) // 4 % 2 else 4
 
     def map_of_rows(self, tile: Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout) -> TensorMap:
-        """Return the map of x: of rows, whose axes are W, channels, H, D and N; a copy brings a slice along D.
-
-        Strides do not ascend as the driver's manual has them; it takes them nevertheless.
-        """
+        """Return the map of x: of rows, whose axes are W, channels, H, D and N; a copy brings a slice along D."""
         g, (of_n, of_channels, of_d, of_h, of_w) = geometry, layout.x
         x_d, x_h, x_w = g.x_extent
         if self.join_h:

@@ -46,13 +46,12 @@ def plan_phase_rows(
     geometry, layout = batch_as_depth(geometry, layout)
     if reason := _refuse(geometry, dtype, layout, precision, device):
         return Refusal("phase_rows", reason)
-    problem = geometry, dtype, layout, precision, device
-    if tile is None:
-        tile = _tile_of_size(*problem)
-    cost = None if tile is None else cost_of_tile(*problem, tile)
+    work = Work(geometry, dtype, precision, layout)
+    tile = tile or _tile_of_size(work, geometry, device)
+    cost = None if tile is None else _cost_of_tile(work, geometry, device, tile)
     if tile is None or cost is None:
         return Refusal("phase_rows", f"no box with its halo fits into {device.shared_bytes} bytes of shared memory")
-    return plan_tile(*problem, tile, cost)
+    return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
@@ -65,8 +64,9 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
         return
     yield proposed
     geometry, layout = batch_as_depth(geometry, layout)
-    every = tiles_of_any_size(Work(geometry, dtype, precision, layout).shape)
-    costs = ((cost_of_tile(geometry, dtype, layout, precision, device, tile), i) for i, tile in enumerate(every))
+    work = Work(geometry, dtype, precision, layout)
+    every = tiles_of_any_size(work.shape)
+    costs = ((_cost_of_tile(work, geometry, device, tile), i) for i, tile in enumerate(every))
     best = heapq.nsmallest(MOST_CANDIDATES, ((cost, i) for cost, i in costs if cost is not None))
     for cost, i in best:
         plan = plan_tile(geometry, dtype, layout, precision, device, every[i], cost)
@@ -74,9 +74,9 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
             yield plan
 
 
-def _tile_of_size(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Tile | None:
+def _tile_of_size(work: Work, geometry: Geometry, device: Device) -> Tile | None:
     """Return the best tile for the problem's size, or that of sizes alike where it takes little longer."""
-    g, work = geometry, Work(geometry, dtype, precision, layout)
+    g = geometry
 
     def search(n: int, extents: Ints) -> Tile | None:
         found = choose_tile_of_size(work.shape, n * g.groups, extents, device)
@@ -88,16 +88,13 @@ def _tile_of_size(geometry: Geometry, dtype: str, layout: Layout, precision: str
     return tile_for_size(g.n, _extents(g), search, clocks)
 
 
-def cost_of_tile(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile
-) -> float | None:
+def _cost_of_tile(work: Work, geometry: Geometry, device: Device, tile: Tile) -> float | None:
     """Return a tile's cost, or None where no box fits.
 
     It is that of the best tile for typical extents, which compares with other kernels', and as much more as the tile
     takes longer than the best one for the size.
     """
-    g, work = geometry, Work(geometry, dtype, precision, layout)
-    size = g.n * g.groups, _extents(g), device
+    size = geometry.n * geometry.groups, _extents(geometry), device
     typical, best = choose_tile(work.shape, device), choose_tile_of_size(work.shape, *size)
     clocks = work.clocks_of_size(tile, *size)
     if typical is None or best is None or clocks is None:
@@ -106,7 +103,7 @@ def cost_of_tile(
 
 
 def plan_tile(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile, cost: float = 0.0
+    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile, cost: float
 ) -> Plan | Refusal:
     """Plan a problem with a given tile."""
     g, work = geometry, Work(geometry, dtype, precision, layout)
@@ -129,7 +126,6 @@ def plan_tile(
     if positions_reached(g, box.extent) >= INDEX_LIMIT:
         return Refusal("phase_rows", f"counts positions along an axis in 31 bits, got {g.out_extent}")
     own = {
-        "BOXED": 1,
         "PAD_W": g.pad_before[2] if tile.flat else g.pad_before[2] % (2 * g.stride[2]),
         "FLAT": tile.flat > 0,
         "OUT_RUN": outputs_at_once(g, layout, work.shape.itemsize),

@@ -23,7 +23,7 @@ from cuconvt.plan_phase_wgmma_work import (
 from cuconvt.plan_search import of_tile
 from cuconvt.plan_wgmma_boxes import Boxes, WorkOnPlanes, few, widths
 from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_COLUMNS, REGISTERS_OF_BOXED, Box, Tile, copies_can_count
-from cuconvt.tensor_map import MAX_BOX, MAX_STRIDE, STRIDE_BYTES, TensorMap
+from cuconvt.tensor_map import MAX_BOX, TensorMap, reads_rows
 
 MAX_STAGED = 2**16 - 1  # words of a channel
 MAX_PLANE = 2**30  # elements, with what a box reaches beyond
@@ -82,20 +82,16 @@ class Shape(wgmma.Shape):
 
 def copies_can_bring(geometry: Geometry, layout: Layout, itemsize: int, flat: bool = False) -> bool:
     """Whether bulk tensor copies can bring rows of x, or with `flat` those of a plane as one."""
-    g, extents = geometry, (geometry.n, geometry.c_in, *geometry.x_extent)
+    g, x = geometry, layout.x
+    extents: Ints = (g.n, g.c_in, *g.x_extent)
     if flat:
         # Positions along W are as many as elements, so that those of the next row follow; pairs of them end with it.
         alike = -(-g.out_extent[2] // g.stride[2]) == g.x_extent[2]
         if not alike or g.x_extent[2] % 2 or g.x_extent[1] == 1 or layout.x[3] != g.x_extent[2]:
             return False
-    strides = [itemsize * s for s, e in zip(layout.x[: 3 if flat else 4], extents, strict=False) if e > 1]
-    return (
-        copies_can_count(g)
-        and prod(g.x_extent[1:]) < MAX_PLANE
-        and layout.x_aligned
-        and layout.x[4] == 1
-        and all(0 < s < MAX_STRIDE and s % STRIDE_BYTES == 0 for s in strides)
-    )
+        x, extents = (*x[:3], x[4]), (*extents[:3], prod(extents[3:]))
+    is_near = prod(g.x_extent[1:]) < MAX_PLANE
+    return copies_can_count(g) and is_near and reads_rows(x, extents, layout.x_aligned, itemsize)
 
 
 def outputs_at_once(geometry: Geometry, layout: Layout, itemsize: int) -> int:
@@ -146,6 +142,9 @@ class Work(WorkOnPlanes):
         self.shifts = sorted(set(taps))
         self.odd = s.lead % 2
         self.of_thread = (self.odd + self.shifts[-1] + 1) // 2 + 1  # pairs that a thread loads of a channel
+        # Of a window and step: words as they were loaded, and those that are made of them.
+        self.words = 4 * self.of_thread
+        self.picked = 0 if (s.itemsize, self.parts) == (4, 1) else 4 * len(self.shifts) * self.parts
         self.have_all_phases = s.products == 1 and all(taps.count(shift) == stride for shift in self.shifts)
         self.reach_of_one = self.reach_of_all = (*self.reach_of_one[:2], self.shifts[-1])
 
@@ -287,16 +286,12 @@ class Work(WorkOnPlanes):
 
     def other_registers(self, tile: Tile) -> int:
         """Estimate how many registers a worker needs besides sums: a little more than the compiler was seen to need."""
-        s, shifts = self.shape, len(self.shifts)
-        words = 4 * self.of_thread  # of a window, as they were loaded
-        picked = 4 * shifts * self.parts
-        if (s.itemsize, self.parts) == (4, 1):
-            picked = 0  # words are as they were loaded
-        if self.parts == 2 and s.kernel[2] == s.stride[2]:
-            picked *= 2
-        count = 46 + 2 * words + 2 * picked + tile.tiles_m + (8 if self.parts == 2 else 0)
+        s = self.shape
+        assert isinstance(s, Shape)
+        chain = 2 if self.parts == 2 and s.kernel[2] == s.stride[2] else 1  # steps
+        count = 46 + 2 * self.words + 2 * chain * self.picked + tile.tiles_m + (8 if self.parts == 2 else 0)
         if s.flat:  # what is kept of a row, in any of the ways to bring it
-            count += tile.tiles_m * max(0, 2 * shifts - 3)
+            count += tile.tiles_m * max(0, 2 * len(self.shifts) - 3)
         if self.joined(tile) == 1 and s.stride[2] >= 4:  # sums of many phases
             count += 5 * s.stride[2]
         return count
@@ -354,9 +349,8 @@ class Work(WorkOnPlanes):
         chunks, slots = -(-s.c_in // self.chunk(tile)), self.slots(tile) / prod(s.stride[:2])
         steps = slots * tile.tiles_m * tile.workers * tile.k_steps
         products = s.kernel[2] // self.joined(tile) * r.product + s.kernel[2] * 8 * tile.tiles_c * r.column
-        words = (4 // s.itemsize) * 2 * self.of_thread * s.itemsize // 2
-        picked = words + (0 if (s.itemsize, self.parts) == (4, 1) else 4 * len(self.shifts) * self.parts)
-        multiplied = steps * (s.products * products + picked * r.picked) + slots * tile.workers * r.row_of_taps
+        multiplied = steps * (s.products * products + (self.words + self.picked) * r.picked)
+        multiplied += slots * tile.workers * r.row_of_taps
         staged = chunks * self.stage_bytes(tile, box)
         weights = 0 if tile.resident else slots * self.slot_bytes(tile)
         copies = staged / r.copied + staged / (4 * box.items) * r.row + weights / r.weights

@@ -88,6 +88,16 @@ def spans(box: Ints, steps: Ints) -> Ints:
     return tuple((count - 1) * step + 1 for count, step in zip(box, steps, strict=True))
 
 
+def reads_rows(strides: Ints, extents: Ints, aligned: bool, itemsize: int) -> bool:
+    """Whether plain copies read rows of an array: strides and extents, in elements, of its axes, the rows' own last.
+
+    Strides need not ascend as the driver's manual has them; it takes them nevertheless.
+    """
+    *of_axes, of_row = strides
+    others = [itemsize * s for s, e in zip(of_axes, extents[:-1], strict=True) if e > 1]
+    return aligned and of_row == 1 and all(0 < s < MAX_STRIDE and s % STRIDE_BYTES == 0 for s in others)
+
+
 def reads(strides: Ints, extents: Ints, aligned: bool, itemsize: int = ITEMSIZE) -> bool:
     """Whether such copies read an array as it is: strides and extents, in elements, of N, channels, D, H, W."""
     n, _, d, h, w = strides

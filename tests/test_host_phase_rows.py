@@ -30,7 +30,7 @@ from host_phase_rows import (
     work_of,
 )
 from special import check_denormals, check_infinities, check_scales
-from strategies import DTYPES, KINDS, Ints, Problem, Specialisation, place
+from strategies import DTYPES, KINDS, Ints, Problem, Specialisation, attempts, place
 from test_host_faults import KERNEL_BEFORE, UNWRITTEN, VALUES, plant
 
 from cuconvt.plan import DTYPE_CODES, Device
@@ -177,6 +177,13 @@ def ragged(this: Case, problem: Problem, axis: int) -> bool:
         extents = (g.n, *extents[1:])
     _, extents = work.as_copied(this.tile, extents)
     return extents[axis] % problem_of(plan)["box"][axis] > 0
+
+
+def test_draws_come_to_an_end() -> None:
+    draws = attempts(3)
+    assert [next(draws) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(AssertionError, match="none of 3"):
+        next(draws)
 
 
 # ---- special values --------------------------------------------------------------------------------------------------
