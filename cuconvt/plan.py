@@ -205,6 +205,7 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
     from cuconvt.plan_gather import plan_gather
     from cuconvt.plan_narrow_groups import plan_narrow_groups
     from cuconvt.plan_phase_gemm import plan_phase_gemm
+    from cuconvt.plan_phase_rows import plan_phase_rows
     from cuconvt.plan_phase_wgmma import plan_phase_wgmma
     from cuconvt.plan_tap_columns import plan_tap_columns
 
@@ -213,6 +214,7 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
         for family in (
             plan_disjoint,
             plan_phase_wgmma,
+            plan_phase_rows,
             plan_turned_correlate_wgmma,
             plan_phase_gemm,
             plan_tap_columns,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_correlate_wgmma import MAX_SLOT_BYTES, with_longer_rings
 from cuconvt.plan_phase_rows_work import Shape, Work, outputs_at_once
-from cuconvt.plan_search import cheapest_tile, remembered, tile_for_size
+from cuconvt.plan_search import cheapest_tile, remembered
 from cuconvt.plan_views import batch_as_depth
 from cuconvt.plan_wgmma_boxes import best_tile
 from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
@@ -37,6 +36,8 @@ MAX_UNROLLED = 100  # wgmmas of a row of taps
 MAX_PHASES = 4  # along W whose taps are not joined: of more, sums spill
 MOST_CANDIDATES = 12  # that tuning measures
 MAX_PAIRS = 6  # of positions that a thread loads of a channel
+# Along D, H, W: few positions of an image or of a batch, for which there are tiles of their own.
+SMALL: tuple[Ints, ...] = ((4, 8, 16), (16, 16, 16))
 
 
 def plan_phase_rows(
@@ -47,11 +48,15 @@ def plan_phase_rows(
     if reason := _refuse(geometry, dtype, layout, precision, device):
         return Refusal("phase_rows", reason)
     work = Work(geometry, dtype, precision, layout)
-    tile = tile or _tile_of_size(work, geometry, device)
-    cost = None if tile is None else _cost_of_tile(work, geometry, device, tile)
-    if tile is None or cost is None:
+    best = choose_tile(work.shape, device)
+    usual = best and _of_few_programs(work, geometry, device, best[0])
+    if best is None or usual is None:
         return Refusal("phase_rows", f"no box with its halo fits into {device.shared_bytes} bytes of shared memory")
-    return plan_tile(geometry, dtype, layout, precision, device, tile, cost)
+    # A position takes as much longer than in typical extents as the tile takes longer than the usual one.
+    cost = best[1]
+    if tile is not None and (clocks := _clocks_of_size(work, geometry, device, tile)) is not None:
+        cost *= clocks / (_clocks_of_size(work, geometry, device, usual) or inf)
+    return plan_tile(geometry, dtype, layout, precision, device, tile or usual, cost)
 
 
 def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device) -> Iterator[Plan]:
@@ -63,43 +68,30 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
     if isinstance(proposed, Refusal):
         return
     yield proposed
-    geometry, layout = batch_as_depth(geometry, layout)
-    work = Work(geometry, dtype, precision, layout)
-    every = tiles_of_any_size(work.shape)
-    costs = ((_cost_of_tile(work, geometry, device, tile), i) for i, tile in enumerate(every))
-    best = heapq.nsmallest(MOST_CANDIDATES, ((cost, i) for cost, i in costs if cost is not None))
-    for cost, i in best:
-        plan = plan_tile(geometry, dtype, layout, precision, device, every[i], cost)
+    seen = batch_as_depth(geometry, layout)
+    work = Work(seen[0], dtype, precision, seen[1])
+    every = list(tiles_of_any_size(work))
+    clocks = ((_clocks_of_size(work, seen[0], device, tile), i) for i, tile in enumerate(every))
+    for _, i in heapq.nsmallest(MOST_CANDIDATES, ((found, i) for found, i in clocks if found is not None)):
+        plan = plan_phase_rows(geometry, dtype, layout, precision, device, every[i])
         if isinstance(plan, Plan) and plan != proposed:
             yield plan
 
 
-def _tile_of_size(work: Work, geometry: Geometry, device: Device) -> Tile | None:
-    """Return the best tile for the problem's size, or that of sizes alike where it takes little longer."""
-    g = geometry
+def _of_few_programs(work: Work, geometry: Geometry, device: Device, typical: Tile) -> Tile | None:
+    """Return the tile that takes least of the typical one and of those for few positions, or None if none fits.
 
-    def search(n: int, extents: Ints) -> Tile | None:
-        found = choose_tile_of_size(work.shape, n * g.groups, extents, device)
-        return None if found is None else found[0]
-
-    def clocks(tile: Tile, n: int, extents: Ints) -> float:
-        return work.clocks_of_size(tile, n * g.groups, extents, device) or inf
-
-    return tile_for_size(g.n, _extents(g), search, clocks)
-
-
-def _cost_of_tile(work: Work, geometry: Geometry, device: Device, tile: Tile) -> float | None:
-    """Return a tile's cost, or None where no box fits.
-
-    It is that of the best tile for typical extents, which compares with other kernels', and as much more as the tile
-    takes longer than the best one for the size.
+    They are all that are compiled, whatever N and extents.
     """
-    size = geometry.n * geometry.groups, _extents(geometry), device
-    typical, best = choose_tile(work.shape, device), choose_tile_of_size(work.shape, *size)
-    clocks = work.clocks_of_size(tile, *size)
-    if typical is None or best is None or clocks is None:
-        return None
-    return typical[1] * clocks / best[1]
+    small = (choose_tile_of_size(work.shape, 1, extents, device) for extents in SMALL)
+    tiles = dict.fromkeys((typical, *(found[0] for found in small if found)))
+    clocks = {way: _clocks_of_size(work, geometry, device, way) for tile in tiles for way in work.ways(tile)}
+    fitting = {way: found for way, found in clocks.items() if found is not None}
+    return min(fitting, key=lambda way: fitting[way], default=None)
+
+
+def _clocks_of_size(work: Work, geometry: Geometry, device: Device, tile: Tile) -> float | None:
+    return work.clocks_of_size(tile, geometry.n * geometry.groups, _extents(geometry), device)
 
 
 def plan_tile(
@@ -110,7 +102,7 @@ def plan_tile(
     registers = work.registers(tile)
     if registers is None:
         return Refusal("phase_rows", "the sums of this tile do not fit into registers")
-    if not (work.shape.flat if tile.flat else work.shape.by_rows):
+    if not (work.flat if tile.flat else work.by_rows):
         return Refusal("phase_rows", "bulk tensor copies of this tile cannot bring x")
     phases = g.stride[0] * g.stride[1]
     tile, extents = work.as_copied(tile, _extents(g))
@@ -126,8 +118,7 @@ def plan_tile(
     if positions_reached(g, box.extent) >= INDEX_LIMIT:
         return Refusal("phase_rows", f"counts positions along an axis in 31 bits, got {g.out_extent}")
     own = {
-        "PAD_W": g.pad_before[2] if tile.flat else g.pad_before[2] % (2 * g.stride[2]),
-        "FLAT": tile.flat > 0,
+        "PAD_W": g.pad_before[2],
         "OUT_RUN": outputs_at_once(g, layout, work.shape.itemsize),
     }
     return Plan(
@@ -171,7 +162,7 @@ def _refuse(geometry: Geometry, dtype: str, layout: Layout, precision: str | Non
     if gcd(st, dil) > 1 or k < st:
         return f"needs a tap for each phase along W, got {k} for stride {st} and dilation {dil}"
     work = Work(g, dtype, precision, layout)
-    if not (work.shape.by_rows or work.shape.flat):
+    if not (work.by_rows or work.flat):
         return "copies rows, or planes of rows, of whole 16 bytes"
     if not outputs_at_once(g, layout, itemsize):
         return "stores 16 bytes of rows, or all outputs of two positions"
@@ -191,20 +182,18 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
 
 @remembered(Tile)
 def choose_tile_of_size(shape: Shape, times: int, extents: Ints, device: Device) -> tuple[Tile, float] | None:
-    """Return the best tile for so many positions so many times, with its clocks."""
+    """Return the best tile for so many positions so many times, whose rows come one by one, with its clocks."""
     work = Work.of(shape)
     return cheapest_tile(
-        ((work.least_of_size(tile, times, extents, device), tile) for tile in tiles_of_any_size(shape)),
+        ((work.least_of_size(tile, times, extents, device), tile) for tile in with_longer_rings(list(tiles(work)))),
         lambda tile: work.clocks_of_size(tile, times, extents, device),
     )
 
 
-@functools.lru_cache(maxsize=4)
-def tiles_of_any_size(shape: Shape) -> list[Tile]:
-    """Return the tiles, with few slots for weights and with more, whose copies bring rows or planes of them."""
-    every = with_longer_rings(list(tiles(Work.of(shape))))
-    flat = [dataclasses.replace(tile, flat=1) for tile in every] if shape.flat else []
-    return (every if shape.by_rows else []) + flat
+def tiles_of_any_size(work: Work) -> Iterator[Tile]:
+    """Yield the tiles, with few slots for weights and with more, in the ways in which copies can bring rows."""
+    for tile in with_longer_rings(list(tiles(work))):
+        yield from work.ways(tile)
 
 
 def tiles(work: Work) -> Iterator[Tile]:

@@ -63,11 +63,13 @@ DISJOINT_OF_MANY = {(4, 3): 1.25, (4, 1): 0.8, (2, 1): 0.8}
 DISJOINT_OF_FEW = {(4, 3): 1.25, (4, 1): 1.05, (2, 1): 1.05}
 MANY_CHANNELS = 192
 # Likewise, of strides along W from 4 on where taps do not overlap; where they do, of few channels of x, of many of the
-# result beside some of x, and of few of the result, by products.
+# result beside some of x, and of few of the result: by products, or in volumes without a stride of more than some of x,
+# as blocks of `phase_wgmma` slide where these are fewer.
 OF_WIDE_RUNS = 1.25
 FEW_CHANNELS, OF_FEW_CHANNELS = 48, 1.2
 SOME_CHANNELS, MANY_RESULTS, OF_MANY_RESULTS = 96, 256, 1.2
 FEW_RESULTS, OF_FEW_RESULTS = 32, {1: 0.75, 3: 0.85}
+OF_FEW_RESULTS_OF_VOLUMES = {(4, 3): 0.65, (4, 1): 0.75, (2, 1): 1.0}
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,12 @@ class Shape(wgmma.Shape):
     """What a tile's choice depends on: everything but N and extents."""
 
     first_w: int = 0  # the padding along W modulo the stride
-    lead: int = 0  # elements from a multiple of 16 bytes to the first one that is read along W, if boxes cut nothing
-    by_rows: bool = True  # whether copies can bring rows one by one
-    flat: bool = False  # whether they can bring those of a plane as one
+    first: int = 0  # the first element that is read along W, for the first position
+
+    @property
+    def lead(self) -> int:
+        """Elements from a multiple of 16 bytes to the first one that is read along W, if boxes cut nothing."""
+        return self.first % (16 // self.itemsize)
 
 
 def copies_can_bring(geometry: Geometry, layout: Layout, itemsize: int, flat: bool = False) -> bool:
@@ -123,11 +128,12 @@ class Work(WorkOnPlanes):
             late=tuple(int(p % st != 0) for p, st in zip(g.pad_before, g.stride, strict=True)),
             whole_chunks=g.groups > 1,
             first_w=g.pad_before[2] % g.stride[2],
-            lead=(g.pad_before[2] // g.stride[2] - reach) % (16 // itemsize),
-            by_rows=copies_can_bring(g, layout, itemsize),
-            flat=copies_can_bring(g, layout, itemsize, flat=True),
+            first=g.pad_before[2] // g.stride[2] - reach,
         )
         self._derive()
+        # Whether copies can bring rows one by one, as for most extents, or those of a plane as one.
+        self.by_rows = copies_can_bring(g, layout, itemsize)
+        self.flat = copies_can_bring(g, layout, itemsize, flat=True)
 
     def _derive(self) -> None:
         super()._derive()
@@ -145,6 +151,9 @@ class Work(WorkOnPlanes):
         # Of a window and step: words as they were loaded, and those that are made of them.
         self.words = 4 * self.of_thread
         self.picked = 0 if (s.itemsize, self.parts) == (4, 1) else 4 * len(self.shifts) * self.parts
+        # Elements, seen from the first position, that may lie beyond its row while this and the next one do not.
+        read = {s.first + shift + half for shift in self.shifts for half in (0, 1)}
+        self.beyond = len(read - {0, 1})
         self.have_all_phases = s.products == 1 and all(taps.count(shift) == stride for shift in self.shifts)
         self.reach_of_one = self.reach_of_all = (*self.reach_of_one[:2], self.shifts[-1])
 
@@ -161,8 +170,11 @@ class Work(WorkOnPlanes):
             compared *= OF_FEW_CHANNELS
         if s.c_in <= SOME_CHANNELS and s.c_out >= MANY_RESULTS:
             compared *= OF_MANY_RESULTS
-        if s.c_out <= FEW_RESULTS and s.c_in >= 1.5 * s.c_out and not (unstrided and s.rank == 3):
-            compared *= OF_FEW_RESULTS[s.products]
+        if s.c_out <= FEW_RESULTS and s.c_in >= 1.5 * s.c_out:
+            if not (unstrided and s.rank == 3):
+                compared *= OF_FEW_RESULTS[s.products]
+            elif s.c_in > SOME_CHANNELS:
+                compared *= OF_FEW_RESULTS_OF_VOLUMES[kind]
         return compared
 
     def row_words(self, positions: int, lead: int) -> int:
@@ -216,6 +228,10 @@ class Work(WorkOnPlanes):
     def _box_of(self, tile: Tile, extent: tuple[int, int, int], row: int) -> Box:
         lines = (extent[0] + self.reach(tile)[0]) * self.lines(tile, extent)
         return Box(extent, (0, 0), lines * row, row)
+
+    def ways(self, tile: Tile) -> list[Tile]:
+        """Return the tile in each way in which copies can bring x."""
+        return [replace(tile, flat=flat) for flat, can in enumerate((self.by_rows, self.flat)) if can]
 
     def lines(self, tile: Tile, extent: Ints) -> int:
         """Return the rows along H of a copy."""
@@ -287,11 +303,10 @@ class Work(WorkOnPlanes):
     def other_registers(self, tile: Tile) -> int:
         """Estimate how many registers a worker needs besides sums: a little more than the compiler was seen to need."""
         s = self.shape
-        assert isinstance(s, Shape)
         chain = 2 if self.parts == 2 and s.kernel[2] == s.stride[2] else 1  # steps
         count = 46 + 2 * self.words + 2 * chain * self.picked + tile.tiles_m + (8 if self.parts == 2 else 0)
-        if s.flat:  # what is kept of a row, in any of the ways to bring it
-            count += tile.tiles_m * max(0, 2 * len(self.shifts) - 3)
+        if self.beyond:  # what is kept of a row
+            count += tile.tiles_m * (self.beyond + 1)
         if self.joined(tile) == 1 and s.stride[2] >= 4:  # sums of many phases
             count += 5 * s.stride[2]
         return count
@@ -324,7 +339,8 @@ class Work(WorkOnPlanes):
         """Return the part of ``struct Problem`` that describes a box."""
         _, h, w = box.extent
         divisors = (-(-w // 2), h, tile.flat or 1, 1)
-        return (*box.extent, box.items, 0, 0, blocks, *(magic(divisor) for divisor in divisors))
+        copied = int(tile.flat > 0), self.lines(tile, box.extent)
+        return (*box.extent, box.items, *copied, blocks, *(magic(divisor) for divisor in divisors))
 
     def cost(self, tile: Tile, box: Box) -> float:
         """Return the clocks of a box of positions, with all phases and all channels of a group."""

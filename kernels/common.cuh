@@ -220,7 +220,7 @@ struct Problem {
     long long plane;         // positions that are staged, and what is read beyond them
     long long patches[2];    // 8 x 8 patches of the box along H and W, or zeros: 64 positions in a row
                              // (of narrow groups, whether the weights are as the call has them; of a weight gradient, whether
-                             // sums of other images are there already)
+                             // sums of other images are there already; of phase_rows.cu, see there)
     long long blocks;        // boxes in all, for blocks that take one after the other
     long long box_magic[4];  // for dividing by what such a kernel has to
     long long planes[2];     // of a result of which only some are reached by taps: all along D, and the first such one

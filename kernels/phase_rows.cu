@@ -19,17 +19,14 @@
 // Warps have roles. Workers multiply and store, each its own rows. Of the last warps one thread brings weights by bulk copies,
 // another one names the boxes of x. A block takes one box after the other.
 //
-// With FLAT, the rows of a plane, which follow each other in memory, are one row of a copy, and a tap along H lies rows of x further.
-// Copies take so long for each row, and short ones are not whole 16 bytes. What taps along W read beyond the end of a row is the next
-// one then: workers put zeros in its place.
+// A launch may be *flat*: the rows of a plane, which follow each other in memory, are one row of a copy, and a tap along H lies rows of
+// x further. Copies take so long for each row, and short ones are not whole 16 bytes. What taps along W read beyond the end of a row
+// is the next one then: workers put zeros in its place.
 //
 // Compile-time: kernel, stride, dilation, dtype, precision and tile; the padding along W, as it says which phase is first, which
-// elements share a word, and where rows end. Run-time: N, extents, the box, other padding, channels.
-#ifndef PAD_W  // the padding along W; but for FLAT, modulo twice the stride
+// elements share a word, and where rows end. Run-time: N, extents, the box, other padding, channels, and whether the launch is flat.
+#ifndef PAD_W
 #define PAD_W 1
-#endif
-#ifndef FLAT
-#define FLAT 0
 #endif
 #ifndef OUT_RUN  // outputs of a row that are stored at a time
 #define OUT_RUN 4
@@ -100,9 +97,9 @@ constexpr int SETS = STRIDE_W / JOINED;    // of sums
 constexpr int COLUMNS = JOINED * TILE_C;   // of a wgmma: [phase along W][channel]
 constexpr int PAIRS = (ODD_W + REACH_W + 1) / 2 + 1;  // that a thread loads of a channel, to have its own of every tap
 
-// Whether a tap that reads so much further may read beyond the row for either position of a pair.
+// Whether a tap that reads so much further may read beyond the row for either position of a pair, which the row has.
 __host__ __device__ constexpr bool may_be_outside(int shift, int half) {
-    return FLAT && (FIRST_W + shift + half < 0 || FIRST_W + shift + half > 1);
+    return FIRST_W + shift + half < 0 || FIRST_W + shift + half > 1;
 }
 
 // Whether a tap reads any of a pair of elements, counted from the even one where a box begins.
@@ -127,6 +124,10 @@ static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2, "words are loaded tw
 static_assert(TILES_M * K_STEPS % 2 == 0, "fragments alternate, from one call of `multiply` to the next, too");
 
 // ---- boxes -------------------------------------------------------------------------------------------------------------
+
+// Whether the rows of a plane are one row of a copy, and how many rows along H a copy has.
+__device__ __forceinline__ bool is_flat(const Problem& p) { return p.patches[0] != 0; }
+__device__ __forceinline__ int lines(const Problem& p) { return (int)p.patches[1]; }
 
 // Whether the first output of a phase belongs to a position one further.
 __device__ __forceinline__ int late(long long pad, int stride, int phase) { return phase < (int)((unsigned)pad % stride); }
@@ -165,15 +166,15 @@ struct Slices {
     int row, line, slice;
 
     __device__ __forceinline__ explicit Slices(const Problem& p)
-        : row((int)p.plane), line(CHUNK * row), slice((FLAT ? 1 : (int)p.box[1] + REACH_H) * line) {}
+        : row((int)p.plane), line(CHUNK * row), slice(lines(p) * line) {}
 };
 
 __device__ __forceinline__ int stage_pieces(const Problem& p) { return ((int)p.box[0] + REACH_D) * Slices(p).slice / 4; }
 
-// The first element along W that a box reads; with FLAT, of a plane.
+// The first element along W that a box reads; of a flat launch, of a plane.
 __device__ __forceinline__ Index first_element(const Problem& p, const Block& b, const Rows& rows) {
     const Index first = b.w - AxisW::REACH;
-    return FLAT ? first + (b.h - AxisH::back(rows.h.first) - REACH_H) * (Index)p.x_extent[2] : first;
+    return is_flat(p) ? first + (b.h - AxisH::back(rows.h.first) - REACH_H) * (Index)p.x_extent[2] : first;
 }
 // Elements that a row begins before that: copies begin at multiples of 16 bytes.
 __device__ __forceinline__ int lead(Index first) { return (int)(first & (ALIGNED - 1)); }
@@ -191,7 +192,7 @@ __device__ __forceinline__ Pair pair_of(int tile, const Problem& p) {
     return {d, line - d * (int)p.box[1], (pair - line * across) * 2, d < (int)p.box[0]};
 }
 
-// With FLAT, the row of a plane's position.
+// The row of a plane's position, in a flat launch.
 __device__ __forceinline__ int line_of(Index position, const Problem& p) { return (int)quotient((unsigned)position, p.box_magic[2]); }
 
 // Brings the boxes of a block's chunks, by one thread.
@@ -199,7 +200,7 @@ __device__ __forceinline__ void bring_boxes(Ring& ring, Piece* stages, const Ten
                                             const Rows& rows, int chunks) {
     const Index first = first_element(p, b, rows);
     const int w = (int)first - lead(first), pieces = stage_pieces(p);
-    const int h = FLAT ? 0 : (int)b.h - AxisH::back(rows.h.first) - REACH_H;
+    const int h = is_flat(p) ? 0 : (int)b.h - AxisH::back(rows.h.first) - REACH_H;
     const int d = (int)b.d - AxisD::back(rows.d.first) - REACH_D;
     for (int chunk = 0; chunk < chunks; ++chunk) {
         ring.wait_until_free();
@@ -266,6 +267,7 @@ __device__ __forceinline__ void load(Window& window, const Words& x, int start, 
 }
 
 // Of a tile, all ones where what is read so much further for either position of a pair is of its row, and zeros where it is not.
+// Where rows come one by one, copies have put zeros there.
 struct Kept {
     unsigned value[REACH_W + 1][2];
 };
@@ -435,8 +437,8 @@ __device__ __forceinline__ void store(const Sums (&acc)[TILES_M], float* own_bia
 #pragma unroll
     for (int tile = 0; tile < TILES_M; ++tile) {
         const Pair at = pair_of(recomputed(tile), p);
-        const int row = FLAT ? line_of(w + at.w, p) : at.h;
-        const Index out_w = (w + at.w - (FLAT ? row * (Index)p.x_extent[2] : 0)) * STRIDE_W;
+        const int row = is_flat(p) ? line_of(w + at.w, p) : at.h;
+        const Index out_w = (w + at.w - (is_flat(p) ? row * (Index)p.x_extent[2] : 0)) * STRIDE_W;
         const Index out_d = d + at.d * STRIDE_D, out_h = h + row * STRIDE_H;
         const bool inside = at.there && within(out_d, p.out_extent[0]) && within(out_h, p.out_extent[1]);
         Stored* const to = out + (out_d * p.out_stride[2] + out_h * p.out_stride[3] + out_w);
@@ -512,11 +514,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Kept kept[TILES_M];
 #pragma unroll
         for (int tile = 0; tile < TILES_M; ++tile) {
-            if (!FLAT) break;
             const Index at = b.w - (Index)p.pad[2] / STRIDE_W + pair_of(tile, p).w, w = at - line_of(at, p) * (Index)p.x_extent[2];
 #pragma unroll
             for (int i = 0; i < 2 * (REACH_W + 1); ++i)
-                kept[tile].value[i / 2][i % 2] = within(w + FIRST_W + i / 2 + i % 2, p.x_extent[2]) ? ~0u : 0;
+                kept[tile].value[i / 2][i % 2] =
+                    !is_flat(p) || within(w + FIRST_W + i / 2 + i % 2, p.x_extent[2]) ? ~0u : 0;
         }
         const int first = of_thread + (lead(first_element(p, b, rows)) - ODD_W) / IN_WORD;
         for (int chunk = 0; chunk < (rows.count() ? chunks : 0); ++chunk) {
@@ -527,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
                 for (int row_h = 0; row_h < rows.h.count; ++row_h) {
                     weight_ring.wait_until_full();
-                    const int next_row = FLAT ? (int)p.x_extent[2] / IN_WORD : of.line;
+                    const int next_row = is_flat(p) ? (int)p.x_extent[2] / IN_WORD : of.line;
                     const int further = (REACH_D - row_d * AxisD::HOP) * of.slice + (REACH_H - row_h * AxisH::HOP) * next_row;
                     const Words words{words_at(stage + further), (int)p.x_vector * of.row * 4, 8 * of.row * 4};
                     if (works) multiply(acc, a, words, weights + weight_ring.place * SLOT, start, kept);

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from math import gcd, prod
 from typing import Any
 
-from described import contiguous, geometry_of
+from described import contiguous, geometry_of, problem_of
 from host.backend import HostBackend
 from host.backend import on_host as family_on_host
 from strategies import KINDS, Ints, Problem, Specialisation, attempts, case, full_extent
@@ -58,7 +58,7 @@ class Case:
     precision: str | None
     device: Device
     tile: Tile
-    before_w: int  # the padding before along W; where rows are copied one by one, modulo twice the stride
+    before_w: int  # the padding before along W
 
     @property
     def flat(self) -> bool:
@@ -141,7 +141,7 @@ def draw_case(
         return None
     work = Work(geometry, dtype, precision, layout)
     kinds: dict[Any, list[Tile]] = {}
-    for tile in rows.tiles_of_any_size(work.shape):
+    for tile in rows.tiles_of_any_size(work):
         products = work.unrolled(tile) * tile.workers * prod(geometry.kernel[:2])
         if (tile.flat > 0) == flat and products <= MAX_PRODUCTS:
             kinds.setdefault((tile.workers, tile.tiles_m, tile.k_steps), []).append(tile)
@@ -193,9 +193,7 @@ def fitted(this: Case, problem: Problem) -> Problem:
 
 
 def of_rows(this: Case, problem: Problem) -> Problem:
-    stride, (before, after), width = problem.stride[-1], problem.padding[-1], problem.extent[-1]
-    if (before - this.before_w) % (2 * stride):
-        before, width = before + stride, width + 1
+    stride, before, after, width = problem.stride[-1], this.before_w, problem.padding[-1][1], problem.extent[-1]
     kernel, dilation, more = problem.kernel[-1], problem.dilation[-1], problem.output_padding[-1]
     while True:
         outputs = (width - 1) * stride + (kernel - 1) * dilation + 1 + more - before - after
@@ -276,7 +274,7 @@ def on_host(this: Case, sources: dict[str, str] | None = None) -> Iterator[HostB
     def plan(_: str, *of_call: Any) -> Plan:
         found = rows.plan_phase_rows(*of_call, this.tile)
         assert isinstance(found, Plan), found
-        assert dict(found.defines)["FLAT"] == this.flat
+        assert problem_of(found)["patches"][0] == this.flat
         return found
 
     with family_on_host("phase_rows", this.device, this.precision, sources=sources, plan=plan) as backend:

@@ -431,7 +431,7 @@ def brought(flat: bool, plans: list[Plan]) -> Any:
         proposed = plan_phase_rows(*problem)
         assert isinstance(proposed, Plan), proposed
         plans.append(plan_phase_rows(*problem, dataclasses.replace(proposed.tile, flat=int(flat))))
-        assert dict(plans[-1].defines)["FLAT"] == flat
+        assert problem_of(plans[-1])["patches"][0] == flat
         return plans[-1]
 
     return plan

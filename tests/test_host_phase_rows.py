@@ -79,7 +79,7 @@ def test_every_kind_of_tile_is_reached() -> None:
             g, plan, work = geometry_of(problem), plan_for(this, problem), work_of(this, problem)
             d, fields = dict(plan.defines), problem_of(plan)
             box, tiles = fields["box"], fields["tiles"]
-            assert d["FLAT"] == this.flat
+            assert fields["patches"][0] == this.flat
             assert len(plan.maps) == 1
             for name in ("RESIDENT", "WORKERS", "MIN_BLOCKS", "TILES_M", "K_STEPS", "X_STAGES"):
                 reached[f"{name} {d[name]}"] += 1
@@ -284,6 +284,7 @@ LINE = own_case((3,), (2,), (12, 9), ("float16", None), 1, **BRIEF)
 IN_USE = "with no wait for it|with no barrier in between|a GPU may miss it|arrives at|a bulk copy wrote"
 ELSEWHERE = VALUES + "|" + UNWRITTEN + "|" + IN_USE + "|past its end"
 OUTSIDE = VALUES + "|belong to no|wrote|past its end"
+OUTSIDE_ROW = "return FIRST_W + shift + half < 0 || FIRST_W + shift + half > 1;"
 NEVER_COME = "not all threads reach a barrier.* lacks 0 of 1 arrivals and [1-9]"
 # A replacement in the source, the message of the check that must catch it, and the case.
 FAULTS = {
@@ -368,7 +369,7 @@ FAULTS = {
     "taps along D the other way": ("(REACH_D - row_d * AxisD::HOP)", "(row_d * AxisD::HOP)", VALUES, PASSING),
     "taps along H one row away": (": of.line;", ": of.slice;", ELSEWHERE, PASSING),
     "taps along H of planes one row of a copy away": (
-        "FLAT ? (int)p.x_extent[2] / IN_WORD : of.line",
+        "is_flat(p) ? (int)p.x_extent[2] / IN_WORD : of.line",
         "of.line",
         ELSEWHERE,
         PLANES,
@@ -384,12 +385,13 @@ FAULTS = {
     "the first image": ("h, d, b.n, ring.full", "h, d, 0, ring.full", VALUES, PASSING),
     "the first group": ("b.group * (int)p.c_in + chunk", "chunk", VALUES, JOINED),
     "positions beyond the box": ("at.there ? (at.d", "true ? (at.d", ELSEWHERE, PASSING),
-    "the next row": ("return FLAT && (FIRST_W", "return false && (FIRST_W", VALUES, PLANES),
-    "the next row, of three products": ("return FLAT && (FIRST_W", "return false && (FIRST_W", VALUES, PLANES_SPLIT),
-    "the first element of the next row": ("shift + half > 1)", "shift + half > 2)", VALUES, PLANES),
+    "the next row": (OUTSIDE_ROW, "return false;", VALUES, PLANES),
+    "the next row, of three products": (OUTSIDE_ROW, "return false;", VALUES, PLANES_SPLIT),
+    "a row that comes alone cut as those of a plane": ("!is_flat(p) || within", "within", VALUES, PASSING),
+    "the first element of the next row": ("shift + half > 1;", "shift + half > 2;", VALUES, PLANES),
     "the last element of the row before": ("shift + half < 0 ||", "shift + half < -1 ||", VALUES, PLANES),
     "the ends of rows for the first of a pair": ("FIRST_W + i / 2 + i % 2, p", "FIRST_W + i / 2, p", VALUES, PLANES),
-    "rows of x in place of those of a plane": ("FLAT ? line_of(w + at.w, p) : at.h", "at.h", OUTSIDE, PLANES),
+    "rows of x in place of those of a plane": ("is_flat(p) ? line_of(w + at.w, p) : at.h", "at.h", OUTSIDE, PLANES),
     "columns of one phase for all": ("phase % JOINED * TILE_C / 2", "0 * TILE_C / 2", VALUES, JOINED),
     "the second position's results": ("c * 4 + half * 2 + i;", "c * 4 + i * 2 + half;", VALUES, JOINED),
     "channels of the result beyond the last": (

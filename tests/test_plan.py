@@ -48,6 +48,7 @@ from cuconvt.plan_few_channels import plan_few_channels
 from cuconvt.plan_gather import plan_gather
 from cuconvt.plan_narrow_groups import plan_narrow_groups
 from cuconvt.plan_phase_gemm import candidates as phase_gemm_candidates
+from cuconvt.plan_phase_rows import SMALL, plan_phase_rows
 from cuconvt.plan_phase_wgmma import candidates, choose_tile, plan_phase_wgmma, tiles
 from cuconvt.plan_phase_wgmma_work import Planes, Work, reached_planes
 from cuconvt.plan_shares import Shares
@@ -93,6 +94,7 @@ def seen_by(plan: Plan, geometry: Geometry, last: bool = False) -> Geometry:
     turns = {
         "few_channels": batch_as_axis,
         "narrow_groups": batch_as_depth,
+        "phase_rows": batch_as_depth,
         "phase_wgmma": batch_as_depth,
         "tap_columns": batch_as_axis,
     }
@@ -109,7 +111,7 @@ def box_of(plan: Plan) -> Ints:
         d, h, w = values(plan, "WARPS")
         rows_h, rows_w = (1, defines["ROWS"]) if defines["ROWS_ALONG_W"] else (defines["ROWS"], 1)
         return (d, h * rows_h, w * rows_w * 8, defines["WARPS_C"] * defines["TILES_C"] * 8)
-    if plan.kernel in ("narrow_groups", "phase_wgmma"):
+    if plan.kernel in ("narrow_groups", "phase_rows", "phase_wgmma"):
         return (*problem_of(plan)["box"], 8 * defines["TILES_C"])
     d, h, w = values(plan, "THREADS")
     return (d, h, w * defines["POSITIONS_W"], defines["THREADS_C"] * defines["CHANNELS"])
@@ -120,7 +122,7 @@ def registers_needed(plan: Plan) -> int:
     if plan.kernel == "gather":
         return 128
     defines = dict(plan.defines)
-    if plan.kernel == "phase_wgmma":  # whose warps exchange registers
+    if plan.kernel in ("phase_rows", "phase_wgmma"):  # whose warps exchange registers
         groups = defines["WORKERS"], defines["STAGER_GROUPS"]
         every = groups[0] * defines["WORKER_REGISTERS"] + groups[1] * defines["STAGER_REGISTERS"]
         return -(-every // sum(groups))
@@ -207,8 +209,15 @@ def test_batch_and_extents_do_not_change_the_defines(
         ends = {"padding": problem.padding, "output_padding": problem.output_padding}
         changed = dataclasses.replace(changed, extent=longer, **ends)
     plans = [plan_of(p, *kind, arch, last) for p in (problem, changed)]
+    if "phase_rows" in (plans[0].kernel, plans[1].kernel):
+        # It is specialised on the padding along W, and serves where rows or planes are of whole 16 bytes.
+        ways = [phase_rows_or_refusal(p, *kind, DEVICES[arch]) for p in (problem, changed)]
+        assume(all(isinstance(way, Plan) for way in ways) and problem.padding[-1][0] == changed.padding[-1][0])
     assert plans[0].kernel == plans[1].kernel
     defines, others = (dict(plan.defines) for plan in plans)
+    if plans[0].kernel == "phase_rows":  # which has a tile for few positions, too
+        assert defines.keys() == others.keys()
+        return
     index64 = others.pop("INDEX64", None)
     assert not defines.pop("INDEX64", 0)
     assert others == defines
@@ -227,6 +236,9 @@ def test_the_grid_covers_every_output(problem: Problem, kind: Kind, arch: int) -
         return
     if plan.kernel == "phase_wgmma":
         assert_boxes_cover_every_output(plan, seen_by(plan, geometry), DEVICES[arch])
+        return
+    if plan.kernel == "phase_rows":
+        assert_rows_cover_every_output(plan, seen_by(plan, geometry), DEVICES[arch])
         return
     if plan.kernel == "narrow_groups":
         assert_cells_cover_every_output(plan, seen_by(plan, geometry), DEVICES[arch])
@@ -347,6 +359,65 @@ def assert_boxes_cover_every_output(plan: Plan, geometry: Geometry, device: Devi
     assert blocks == prod(tiles) * phases * geometry.groups * geometry.n
     assert 1 <= plan.grid <= min(blocks, max(sets, device.multiprocessors * defines["MIN_BLOCKS"]))
     assert plan.grid == blocks or plan.grid % sets == 0
+
+
+def assert_rows_cover_every_output(plan: Plan, geometry: Geometry, device: Device) -> None:
+    fields, defines, box = problem_of(plan), dict(plan.defines), box_of(plan)
+    tiles, outputs = fields["tiles"], [-(-o // s) for o, s in zip(geometry.out_extent, geometry.stride, strict=True)]
+    if fields["patches"][0]:
+        outputs = [outputs[0], 1, outputs[1] * outputs[2]]  # the rows of a plane follow each other
+    for axis in range(3):
+        assert (tiles[axis] - 1) * box[axis] < outputs[axis] <= tiles[axis] * box[axis]
+    assert 0 <= tiles[3] * box[3] - geometry.c_out_per_group < box[3]
+    assert box[0] * box[1] * round_up(box[2], 2) <= 64 * defines["TILES_M"] * defines["WORKERS"]
+    assert fields["blocks"] == (prod(tiles) * prod(geometry.stride[:2]) * geometry.groups * geometry.n,)
+    sets = tiles[3] * geometry.groups if defines["RESIDENT"] else 1
+    assert 1 <= plan.grid <= min(fields["blocks"][0], max(sets, device.multiprocessors * defines["MIN_BLOCKS"]))
+    assert plan.grid == fields["blocks"][0] or plan.grid % sets == 0
+
+
+@given(data=st.data(), kind=kinds, multiprocessors=st.sampled_from((1, 78, 132)))
+def test_a_plan_of_phase_rows(data: st.DataObject, kind: Kind, multiprocessors: int) -> None:
+    """Of rows of whole 16 bytes, as networks mostly have, and few others."""
+    problem = data.draw(problems())
+    device = dataclasses.replace(DEVICES[90], multiprocessors=multiprocessors)
+    width = round_up(problem.extent[-1], data.draw(st.sampled_from((2, 8, 8))))
+    kernel, stride = max(problem.kernel[-1], problem.stride[-1]), problem.stride[-1]
+    total = (kernel - 1) * problem.dilation[-1] + 1 - stride  # that padding cuts off, for as many positions as inputs
+    before = data.draw(st.integers(0, max(total, 0)))
+    problem = dataclasses.replace(
+        problem,
+        extent=(*problem.extent[:-1], width),
+        kernel=(*problem.kernel[:-1], kernel),
+        padding=(*problem.padding[:-1], (before, max(total - before, 0))),
+        output_padding=(*problem.output_padding[:-1], 0),
+        x_layout="contiguous",
+        out_layout="contiguous",
+    )
+    plan = phase_rows_or_refusal(problem, *kind, device)
+    if isinstance(plan, Refusal):
+        return
+    defines = dict(plan.defines)
+    blocks = defines["MIN_BLOCKS"]
+    assert (plan.shared_bytes + 1024) * blocks <= DEVICES[90].shared_bytes + 1024
+    assert registers_needed(plan) * plan.block * blocks <= 65536
+    assert_rows_cover_every_output(plan, seen_by(plan, geometry_of(problem)), device)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[1] or kind[0])
+@pytest.mark.parametrize(
+    "problem",
+    [case((2, 64, 8, 8, 8), 48, 3, padding=1), case((2, 64, 8, 8), 48, 4, 2, 1), case((1, 96, 16), 96, 2, 2)],
+    ids=["volume", "image", "line"],
+)
+def test_phase_rows_has_few_programs(problem: Problem, kind: Kind) -> None:
+    """One for typical extents and one for each count of few positions, and none of another tile."""
+    found: dict[Any, list[tuple[int, Ints]]] = {}
+    for n, *extents in itertools.product((1, 3, 64), *((4, 6, 12, 40, 96),) * (problem.rank - 1), (8, 16, 24, 64, 136)):
+        plan = phase_rows_or_refusal(dataclasses.replace(problem, n=n, extent=tuple(extents)), *kind, DEVICES[90])
+        assert isinstance(plan, Plan), plan
+        found.setdefault(plan.defines, []).append((n, tuple(extents)))
+    assert 1 < len(found) <= 1 + len(SMALL), found
 
 
 def test_a_plan_can_be_printed() -> None:
@@ -547,6 +618,11 @@ def wgmma_or_refusal(
     return plan_phase_wgmma(geometry, dtype, layout_of(geometry, last), precision or DEFAULT[dtype], device)
 
 
+def phase_rows_or_refusal(problem: Problem, dtype: str, precision: str | None, device: Device) -> Plan | Refusal:
+    geometry = geometry_of(problem)
+    return plan_phase_rows(geometry, dtype, layout_of(geometry), precision or DEFAULT[dtype], device)
+
+
 @pytest.mark.parametrize("last", [False, True], ids=["rows", "channels_last"])
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "tf32"), ("float32", "tf32x3"), ("bfloat16", None)])
 def test_few_boxes_take_one_launch_of_the_same_code(dtype: str, precision: str | None, last: bool) -> None:
@@ -590,6 +666,8 @@ def test_blocks_do_not_pack_weights(problem: Problem, boxes_a_block: int, stay: 
 def test_wgmma_is_chosen_for_16_bits(problem: Problem, last: bool) -> None:
     geometry = geometry_of(problem)
     kernel = "correlate_wgmma" if last and max(geometry.stride) == 1 else "phase_wgmma"
+    if problem.extent == (128, 128) and not last:
+        kernel = "phase_rows"  # 0.92 times as long
     assert make_plan(geometry, "bfloat16", layout_of(geometry, last), None, DEVICES[90]).kernel == kernel
 
 
@@ -623,9 +701,9 @@ def test_dilation_without_a_stride_has_boxes_without_its_halo(shape: Ints, dilat
     ("problem", "precision", "last", "kernel"),
     [
         (case((2, 32, 40, 40, 40), 32, 3, 3), "tf32", False, "phase_wgmma"),
-        (case((8, 256, 56, 56), 256, 3, padding=1, groups=16), "tf32", False, "phase_wgmma"),
+        (case((8, 256, 56, 56), 256, 3, padding=1, groups=16), "tf32", False, "phase_rows"),
         (case((4, 64, 32000), 1, 2), "tf32", False, "phase_gemm"),
-        (case((2, 256, 4000), 32, 8, 2, 1), "tf32", False, "phase_wgmma"),
+        (case((2, 256, 4000), 32, 8, 2, 1), "tf32", False, "phase_rows"),
         (case((16, 64, 10000), 16, 8, 1, 1), "tf32", False, "phase_gemm"),
         (case((4, 64, 40000), 4, 8, 4), "ieee", False, "few_channels"),  # the same rows, without tensor cores
         (case((2, 96, 48, 48, 48), 96, 3, groups=12), "tf32x3", True, "phase_wgmma"),
@@ -641,9 +719,19 @@ def test_dilation_without_a_stride_has_boxes_without_its_halo(shape: Ints, dilat
         (case((4, 512, 48, 65), 16, 3, padding=1, dilation=2), "tf32", False, "phase_wgmma"),
         (case((4, 1024, 64, 33), 8, 3, padding=1), "tf32x3", False, "phase_wgmma"),
         (case((2, 256, 4000), 24, 3, 4), "tf32", False, "phase_wgmma"),
-        (case((16, 256, 65, 64), 16, 1), "tf32", False, "phase_gemm"),  # a product of matrices
+        (case((16, 256, 65, 64), 16, 1), "tf32", False, "phase_rows"),  # a product of matrices
         (case((4, 64, 16, 20, 33), 3, 3, 2), "tf32", False, "tap_columns"),
         (case((2, 192, 24, 32, 20), 96, 2, 2, groups=16), "tf32", True, "narrow_groups"),
+        (case((8, 1024, 32, 32), 512, 2, 2), "tf32x3", False, "phase_rows"),
+        (case((8, 1024, 32, 32), 512, 2, 2), "tf32", False, "phase_rows"),
+        (case((2, 768, 8, 8, 8), 256, 2, 2), "tf32", False, "phase_rows"),
+        (case((4, 512, 48, 48), 16, 3, padding=1), "tf32", False, "phase_rows"),
+        (case((2, 128, 32, 32, 32), 64, 3, 2, 1, 1), "tf32", False, "phase_rows"),
+        (case((64, 512, 8, 8), 256, 4, 2, 1), "tf32x3", False, "phase_wgmma"),
+        (case((2, 64, 64, 64, 64), 32, 2, 2), "tf32", False, "disjoint"),
+        (case((1, 192, 32, 32, 10), 32, 3, padding=1), "tf32", False, "phase_rows"),
+        (case((2, 256, 4, 20, 32), 24, 3, padding=1), "tf32x3", False, "phase_rows"),
+        (case((8, 48, 96, 96, 96), 24, 3), "tf32", False, "phase_wgmma"),  # whose blocks slide
     ],
     ids=[
         "runs-in-pieces",
@@ -668,6 +756,16 @@ def test_dilation_without_a_stride_has_boxes_without_its_halo(shape: Ints, dilat
         "few-results-of-one-tap",
         "few-results-of-a-volume",
         "disjoint-groups",
+        "disjoint-of-many-tf32x3",
+        "disjoint-of-many",
+        "disjoint-volume-of-many",
+        "unstrided-rows-of-many",
+        "rows-of-a-volume",
+        "short-rows-tf32x3",
+        "disjoint-of-few",
+        "few-results-of-a-volume-of-many",
+        "few-results-of-a-volume-of-many-tf32x3",
+        "few-results-of-a-volume-of-some",
     ],
 )
 def test_choice(problem: Problem, precision: str, last: bool, kernel: str) -> None:

@@ -101,14 +101,20 @@ def test_neither_batch_nor_extents_recompile(operation: str, offsets: tuple[int,
         plans: dict[tuple[bool, bool], Plan] = {}
         for other in (problem, *others):
             same = plan_of(operation, other, dtype)
-            # Copies bring rows of y that are whole 16 bytes, each or those of all taps, to kernels of their own.
+            # Copies bring rows of y that are whole 16 bytes, each or those of all taps, to kernels of their own, and
+            # rows of x, each or those of a plane.
             row, high = other.out_shape[-1] * ITEMSIZES.get(dtype, 8), other.stride[-2:][0]
             is_whole = (operation == "correlate" and row % 16 == 0, operation == "correlate" and high * row % 16 == 0)
+            if operation == "conv_transpose":
+                row = other.extent[-1] * ITEMSIZES.get(dtype, 8)
+                is_whole = (row % 16 == 0, row * other.extent[-2:][0] % 16 == 0)
             plan = plans.setdefault(is_whole, same)
             if operation == "correlate" and bool(same.turns) != bool(plan.turns):
                 continue  # y in rows is turned before where it is small
             assert same.kernel == plan.kernel
-            if plan.maps and operation != "conv_transpose":  # of boxes that are copied, tiles suit the size
+            if plan.kernel == "phase_rows":  # which has a tile for few positions, too
+                assert of_problem(same) == of_problem(plan)
+            elif plan.maps and operation != "conv_transpose":  # of boxes that are copied, tiles suit the size
                 assert bool(same.maps)
                 assert of_problem(same) == of_problem(plan)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 import pytest
-from described import DEVICES, geometry_of, layout_of
+from described import DEVICES, geometry_of, layout_of, problem_of
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Problem, case
@@ -15,6 +15,7 @@ from cuconvt import plan_correlate_wgmma as correlate_wgmma
 from cuconvt import plan_correlate_wgmma_work, plan_phase_wgmma_work
 from cuconvt import plan_phase_rows as phase_rows
 from cuconvt import plan_phase_wgmma as phase_wgmma
+from cuconvt.plan import Plan
 from cuconvt.plan_search import cheapest_tile
 
 COSTS = st.integers(1, 4).map(float)  # so few that many are equal
@@ -106,16 +107,34 @@ def test_the_best_tile_of_rows_for_a_size_is_found(extents: tuple[int, ...], dty
 def test_the_best_tile_of_phases_for_a_size_is_found(
     extents: tuple[int, ...], dtype: str, precision: str | None
 ) -> None:
-    """The same of rows that are read one by one and of those of a plane that are one row of a copy."""
+    """The same of rows that are read one by one."""
     geometry = geometry_of(case((1, 32, 8, 12, 16), 24, 3, 2, 1, 1))
     work = phase_rows.Work(geometry, dtype, precision, layout_of(geometry))
     costs = {}
-    for tile in phase_rows.tiles_of_any_size(work.shape):
+    for tile in correlate_wgmma.with_longer_rings(list(phase_rows.tiles(work))):
         cost = work.clocks_of_size(tile, 3, extents, DEVICES[90])
         if cost is not None:
             assert work.least_of_size(tile, 3, extents, DEVICES[90]) <= cost * (1 + 1e-9), tile
             costs[tile] = cost
-    assert {tile.flat for tile in costs} == ({0} if extents[2] > 256 else {0, 1})
     found = phase_rows.choose_tile_of_size(work.shape, 3, extents, DEVICES[90])
     assert found is not None
     assert found[1] == costs[found[0]] == min(costs.values())
+
+
+@pytest.mark.parametrize(
+    ("extents", "flat"), [((8, 64, 136), False), ((8, 12, 8), True), ((5, 4, 6), True), ((1, 1, 312), False)]
+)
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", None), ("float32", "tf32x3")])
+def test_rows_come_in_the_way_that_takes_less(
+    extents: tuple[int, ...], flat: bool, dtype: str, precision: str | None
+) -> None:
+    """One by one or those of a plane as one, with one program: neither serves all extents."""
+    geometry = geometry_of(case((3, 32, *extents), 24, 3, 2, 1, 1))
+    layout = layout_of(geometry)
+    plan = phase_rows.plan_phase_rows(geometry, dtype, layout, precision, DEVICES[90])
+    assert isinstance(plan, Plan), plan
+    assert (plan.tile.flat > 0) == (problem_of(plan)["patches"][0] > 0) == flat
+    work = phase_rows.Work(geometry, dtype, precision, layout)
+    tile, _ = phase_rows.choose_tile(work.shape, DEVICES[90])
+    clocks = {way.flat > 0: work.clocks_of_size(way, 3, extents, DEVICES[90]) or inf for way in work.ways(tile)}
+    assert clocks[flat] == min(clocks.values()) < inf

@@ -129,6 +129,7 @@ def test_a_stored_choice_says_why_other_kernels_were_not_chosen() -> None:
     assert {line.partition(":")[0] for line in others} == {
         "disjoint",
         "phase_wgmma",
+        "phase_rows",
         "correlate_wgmma",
         "phase_gemm",
         "tap_columns",

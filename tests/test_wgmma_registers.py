@@ -68,12 +68,10 @@ PHASE_ROWS = {
     "k3s2": case((1, 64, 16, 16, 16), 32, 3, 2, 1, 1),
     "k3s1": case((1, 64, 16, 16), 48, 3, padding=1),
     "k4s2": case((1, 64, 16, 16), 32, 4, 2, 1),
-    "k3s1 in planes": case((1, 64, 8, 8, 6), 48, 3, padding=1),
-    "k4s2 in planes": case((1, 64, 8, 8, 6), 32, 4, 2, 1),
 }
-# Workers, tiles, steps along K, and whether the rows of a plane are one row of a copy.
+# Workers, tiles, and steps along K.
 TILES_OF_PHASE_ROWS = [
-    (name, dtype, precision, (3 - blocks, tiles_m, k_steps, "planes" in name))
+    (name, dtype, precision, (3 - blocks, tiles_m, k_steps))
     for name in PHASE_ROWS
     for dtype, precision, blocks, tiles_m, k_steps in (
         ("bfloat16", None, 2, 2, 2),
@@ -106,11 +104,9 @@ def plan_of_rows(name: str, dtype: str, tile: rows.Tile) -> Plan:
     return plan
 
 
-def plan_of_phase_rows(name: str, dtype: str, precision: str | None, tile: tuple[int, int, int, bool]) -> Plan:
-    geometry, (workers, tiles_m, k_steps, flat) = geometry_of(PHASE_ROWS[name]), tile
-    whole = phase_rows.Tile(
-        workers, 1, tiles_m, 2, False, k_steps, 3, 3, False, False, False, 3 - workers, boxed=True, flat=int(flat)
-    )
+def plan_of_phase_rows(name: str, dtype: str, precision: str | None, tile: tuple[int, int, int]) -> Plan:
+    geometry, (workers, tiles_m, k_steps) = geometry_of(PHASE_ROWS[name]), tile
+    whole = phase_rows.Tile(workers, 1, tiles_m, 2, False, k_steps, 3, 3, False, False, False, 3 - workers, boxed=True)
     plan = phase_rows.plan_phase_rows(geometry, dtype, layout_of(geometry), precision, DEVICES[90], whole)
     assert isinstance(plan, Plan), plan
     return plan
@@ -164,7 +160,7 @@ def test_registers_of_rows_are_left_alone(name: str, dtype: str, tile: rows.Tile
 
 @pytest.mark.parametrize(("name", "dtype", "precision", "tile"), TILES_OF_PHASE_ROWS)
 def test_registers_of_phase_rows_are_left_alone(
-    name: str, dtype: str, precision: str | None, tile: tuple[int, int, int, bool]
+    name: str, dtype: str, precision: str | None, tile: tuple[int, int, int]
 ) -> None:
     assert not written_before_the_wait(plan_of_phase_rows(name, dtype, precision, tile))
 
@@ -236,4 +232,4 @@ def test_words_of_phase_rows_that_are_loaded_too_early_are_caught(monkeypatch: p
     guard = "static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2,"
     sources = plant(dict(compiler.sources_of("phase_rows.cu")), guard, "static_assert(true,")
     monkeypatch.setattr(compiler, "sources_of", lambda _: sources)
-    assert written_before_the_wait(plan_of_phase_rows("k3s1", "float32", "tf32", (1, 1, 2, False)))
+    assert written_before_the_wait(plan_of_phase_rows("k3s1", "float32", "tf32", (1, 1, 2)))
