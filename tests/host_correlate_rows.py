@@ -29,6 +29,7 @@ from cuconvt.plan import Device, Layout, Plan, Refusal
 from cuconvt.plan_wgmma_sizes import Tile
 
 WIDTHS = range(16, 40)  # that problems may have whose rows are copied in this way or that
+MOST_OF_BOX = 250  # wgmmas of a box, with all chunks: one takes the host long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +171,10 @@ def draw_tile(
 
 
 def serves(spec: Specialisation, dtype: str, precision: str | None, tile: Tile) -> bool:
+    """Whether the tile takes all of these problems, and no box of them so many products that they take seconds."""
     rank = len(spec.kernel)
+    if products_of_box(spec, dtype, precision, tile) > MOST_OF_BOX:
+        return False
     of_each_width = ((*(3,) * (rank - 1), width) for width in WIDTHS)
     for extent in (LONGEST[rank], *EXTENTS[rank], *of_each_width):
         problem = padded(spec, extent)
@@ -179,6 +183,15 @@ def serves(spec: Specialisation, dtype: str, precision: str | None, tile: Tile) 
         if isinstance(rows.plan_tile(geometry, dtype, layout, precision, device, tile), Refusal):
             return False
     return True
+
+
+def products_of_box(spec: Specialisation, dtype: str, precision: str | None, tile: Tile) -> int:
+    problem = padded(spec, EXTENTS[len(spec.kernel)][0])
+    geometry, layout = geometry_of(problem), layout_for(spec, problem)
+    work = rows.Work(*rows.as_read(geometry, layout), dtype, precision)
+    chunks = -(-spec.c_out_per_group // work.chunk(tile))
+    of_a_tap = work.shape.products * tile.k_steps * work.pairs * tile.tiles_m * tile.workers
+    return of_a_tap * chunks * geometry.kernel[0] * geometry.kernel[1]
 
 
 def padded(spec: Specialisation, extent: Ints, more: int = 0, after_w: int = 0) -> Problem:
