@@ -214,7 +214,6 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
         for family in (
             plan_disjoint,
             plan_phase_wgmma,
-            plan_phase_rows,
             plan_turned_correlate_wgmma,
             plan_phase_gemm,
             plan_tap_columns,
@@ -223,6 +222,7 @@ def make_plan(geometry: Geometry, dtype: str, layout: Layout, precision: str | N
             plan_gather,
         )
     ]
+    proposals.append(plan_phase_rows(geometry, dtype, layout, precision, device, most=least_cost(proposals)))
     return best_of(geometry, proposals)
 
 

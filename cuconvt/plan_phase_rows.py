@@ -41,14 +41,25 @@ SMALL: tuple[Ints, ...] = ((4, 8, 16), (16, 16, 16))
 
 
 def plan_phase_rows(
-    geometry: Geometry, dtype: str, layout: Layout, precision: str | None, device: Device, tile: Tile | None = None
+    geometry: Geometry,
+    dtype: str,
+    layout: Layout,
+    precision: str | None,
+    device: Device,
+    tile: Tile | None = None,
+    most: float = inf,
 ) -> Plan | Refusal:
-    """Propose the tile with the least estimated time, or a given one, or say why the kernel does not serve."""
+    """Propose the tile with the least estimated time, or a given one, or say why the kernel does not serve.
+
+    With `most`, also say where it would cost more, before tiles for few positions are searched for.
+    """
     geometry, layout = batch_as_depth(geometry, layout)
     if reason := _refuse(geometry, dtype, layout, precision, device):
         return Refusal("phase_rows", reason)
     work = Work(geometry, dtype, precision, layout)
     best = choose_tile(work.shape, device)
+    if best is not None and (usual_cost := best[1] * all_positions(geometry)) > most:
+        return Refusal("phase_rows", f"cost {usual_cost:.3g} against {most:.3g}")
     usual = best and _of_few_programs(work, geometry, device, best[0])
     if best is None or usual is None:
         return Refusal("phase_rows", f"no box with its halo fits into {device.shared_bytes} bytes of shared memory")
