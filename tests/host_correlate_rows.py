@@ -14,7 +14,6 @@ from host_correlate_wgmma import (
     EXTENTS,
     LARGEST_KERNEL,
     LONGEST,
-    MAX_PRODUCTS,
     SHARED_BYTES,
     layout_of,
     planned_by,
@@ -157,10 +156,8 @@ def draw_tile(
         for tile in rows.tiles(work):
             if tile.whole_h != whole_h:
                 continue
-            products = tile.k_steps * work.pairs * tile.tiles_m
-            if products * geometry.kernel[0] * geometry.kernel[1] <= MAX_PRODUCTS:
-                kind = tile.resident, tile.x_stages, tile.min_blocks, tile.workers if boxed else 0
-                kinds.setdefault(kind, []).append(tile)
+            kind = tile.resident, tile.x_stages, tile.min_blocks, tile.workers if boxed else 0
+            kinds.setdefault(kind, []).append(tile)
         for kind in choose.sample(list(kinds), len(kinds)):
             for tile in choose.sample(kinds[kind], len(kinds[kind])):
                 if choose.random() < 0.5:  # as where weights are many
