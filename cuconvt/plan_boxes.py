@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from cuconvt.plan import Ints
 
 
@@ -16,4 +14,5 @@ def even_extent(extent: int, most: int) -> int:
 
 def count_boxes(extents: Ints, box: Ints) -> int:
     """Return how many boxes of such extents an array takes."""
-    return prod(-(-q // b) for q, b in zip(extents, box, strict=True))
+    (d, h, w), (of_d, of_h, of_w) = extents, box
+    return -(-d // of_d) * -(-h // of_h) * -(-w // of_w)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil, exp, gcd, log, prod
 
 from cuconvt.geometry import Geometry
@@ -223,43 +224,43 @@ class Work:
             3 if precision == "tf32x3" else 1,
         )
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Elements of a word."""
         return 4 // self.itemsize
 
-    @property
+    @cached_property
     def piece(self) -> int:
         """Elements that are copied at a time."""
         return 16 // self.itemsize
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Positions along H that are under way."""
         return (self.kernel[1] - 1) * self.dilation[1] // self.stride[1] + 1
 
-    @property
+    @cached_property
     def phases(self) -> int:
         """Rows of y for each position along H."""
         return min(self.kernel[1], self.stride[1] // gcd(self.stride[1], self.dilation[1]))
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Elements of a row that the taps of two positions reach."""
         return self.stride[2] + (self.kernel[2] - 1) * self.dilation[2] + 1
 
-    @property
+    @cached_property
     def reads(self) -> int:
         """Words of a row that they read."""
         halves = (0, self.stride[2])
         taps = range(self.kernel[2])
         return len({(half + tap * self.dilation[2]) // self.elements for half in halves for tap in taps})
 
-    @property
+    @cached_property
     def steps_w(self) -> int:
         return -(-self.kernel[2] // self.elements)
 
-    @property
+    @cached_property
     def words(self) -> int:
         """Words of a weight fragment that a lane holds."""
         return 4 if self.products == 3 else 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from cuconvt.plan_correlate_wgmma import (
 from cuconvt.plan_search import remembered
 from cuconvt.plan_wgmma_boxes import best_tile
 from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
-from cuconvt.plan_wgmma_sizes import MAX_BLOCKS, MAX_COLUMNS, RESIDENT_BYTES, Tile
+from cuconvt.plan_wgmma_sizes import MAX_BLOCKS, MAX_COLUMNS, RESIDENT_BYTES, Tile, altered
 
 MAX_UNIT = 8  # words between positions
 MAX_SPAN = 64  # words from a position's first tap to its last
@@ -172,5 +171,5 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         slots = work.slots(tile)
         if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
-            tile = dataclasses.replace(tile, ring=slots, resident=True)
+            tile = altered(tile, ring=slots, resident=True)
         yield tile

@@ -37,6 +37,7 @@ from cuconvt.plan_wgmma_sizes import (
     RESIDENT_BYTES,
     AnyTile,
     Shape,
+    altered,
     kinds_of_blocks,
 )
 
@@ -374,7 +375,7 @@ def best_tile_of_size(
 
 def with_longer_rings(every: list[AnyTile]) -> list[AnyTile]:
     """Return the tiles, and those with weights that pass by once more, with more slots for these."""
-    return every + [dataclasses.replace(tile, ring=LONGER_RING) for tile in every if not tile.resident]
+    return every + [altered(tile, ring=LONGER_RING) for tile in every if not tile.resident]
 
 
 @remembered()
@@ -452,14 +453,14 @@ def tiles(work: Work) -> Iterator[Tile]:
         unequal = merge_w and shape.kernel[2] % work.steps[2] > 0
         long = shape.products == 3 and work.products(tile, classes) > MAX_CHAIN
         if unequal or long or work.slot_bytes(tile) > MAX_SLOT_BYTES:
-            tile = dataclasses.replace(tile, slot_classes=1)
+            tile = altered(tile, slot_classes=1)
         if work.registers(tile) is None:
             continue
         slots = work.slots(tile)
         if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
-            tile = dataclasses.replace(tile, ring=slots, resident=True)
+            tile = altered(tile, ring=slots, resident=True)
             if workers > 1:
-                yield dataclasses.replace(tile, take_turns=True)
+                yield altered(tile, take_turns=True)
         yield tile
 
 

@@ -105,6 +105,9 @@ class NormOfTile(NamedTuple):
     waits_for_weights: float  # to the power of the norm
     stages: int
     place_bytes: int  # of x, of a place of the plane, in all stages
+    at_once: int  # boxes of a multiprocessor
+    tiles_c: int
+    channels: int  # of the result, of a tile
 
 
 class Way(NamedTuple):
@@ -385,20 +388,21 @@ class Work(WorkOnPlanes):
         return self._clocks_of_boxes(tile, box, times * count_boxes(extents, box.extent), device, of_cuts)
 
     def least_of_size(self, tile: wgmma.Tile, times: int, extents: Ints, device: Device) -> float:
-        """Return a lower bound of the same: with boxes without a halo, as many as the device holds at a time."""
+        """Return a lower bound of the same: with boxes without a halo, of all rows of the tile.
+
+        As many as the device holds at a time: more of them take longer, each with fewer positions.
+        """
         times *= -(-self.shape.c_out // (8 * tile.tiles_c))
         positions, held = prod(extents), device.multiprocessors * self._at_once(tile)
-        bounds = []
-        for rows in range(64, tile.rows + 1, 64):
-            boxes = round_up(times * -(-positions // rows), held)
-            of_box = times * positions // boxes
-            box = Box((1, 1, of_box), (0, 0), of_box * self.unit, 0)
-            bounds.append(self._clocks_of_boxes(tile, box, boxes, device))
-        return min(bounds)
+        boxes = round_up(times * -(-positions // tile.rows), held)
+        of_box = times * positions // boxes
+        box = Box((1, 1, of_box), (0, 0), of_box * self.unit, 0)
+        return self._clocks_of_boxes(tile, box, boxes, device)
 
     def _clocks_of_boxes(self, tile: wgmma.Tile, box: Box, boxes: int, device: Device, of_cuts: float = 0.0) -> float:
-        rounds = -(-boxes // (device.multiprocessors * self._at_once(tile)))
-        return rounds * self._at_once(tile) * (self.clocks_of_norm(tile, box) + of_cuts)
+        at_once = self._at_once(tile)
+        rounds = -(-boxes // (device.multiprocessors * at_once))
+        return rounds * at_once * (self.clocks_of_norm(tile, box) + of_cuts)
 
     def _at_once(self, tile: wgmma.Tile) -> int:
         """Return how many boxes a multiprocessor has at a time."""
@@ -417,7 +421,16 @@ class Work(WorkOnPlanes):
             copied = self.slots(tile) * self.slot_bytes(tile) / r.weights
             waits = self.slots(tile) * r.slot / (tile.ring - 1) / tile.min_blocks
         stages = self.stages(tile)
-        return NormOfTile(multiplied**r.norm, copied, waits**r.norm, stages, stages * tile.k_steps * 32)
+        return NormOfTile(
+            multiplied**r.norm,
+            copied,
+            waits**r.norm,
+            stages,
+            place_bytes=stages * tile.k_steps * 32,
+            at_once=self._at_once(tile),
+            tiles_c=-(-s.c_out // (8 * tile.tiles_c)),
+            channels=min(8 * tile.tiles_c, s.c_out),
+        )
 
     def clocks_of_norm(self, tile: wgmma.Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for one box that copies bring, with a stride or to be split.
@@ -426,13 +439,13 @@ class Work(WorkOnPlanes):
         """
         assert isinstance(tile, Tile)
         s, r, of_tile = self.shape, SPLIT if self.parts == 2 else STRIDED, self.norm_of_tile(tile)
-        at_once = self._at_once(tile)
+        at_once = of_tile.at_once
         staged = of_tile.place_bytes * box.plane  # bytes of x, as it comes
         split = staged / (r.split * (128 * tile.stagers - 64))  # clocks of a block's threads
-        positions, tiles_c = prod(box.extent), -(-s.c_out // (8 * tile.tiles_c))
-        outputs = positions * min(8 * tile.tiles_c, s.c_out)
+        positions = prod(box.extent)
+        outputs = positions * of_tile.channels
         copies = staged / r.copied + staged / (32 * tile.class_steps) * r.row + of_tile.weights
-        read = positions * prod(self.live) * s.c_in * s.itemsize / tiles_c
+        read = positions * prod(self.live) * s.c_in * s.itemsize / of_tile.tiles_c
         powers = (
             of_tile.multiplied,
             copies**r.norm,

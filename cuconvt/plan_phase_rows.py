@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from cuconvt.plan_search import cheapest_tile, remembered
 from cuconvt.plan_views import batch_as_depth
 from cuconvt.plan_wgmma_boxes import best_tile
 from cuconvt.plan_wgmma_launch import grid_of, wgmma_defines
-from cuconvt.plan_wgmma_sizes import MAX_BLOCKS, MAX_COLUMNS, REGISTERS_OF_BOXED, RESIDENT_BYTES, Tile
+from cuconvt.plan_wgmma_sizes import MAX_BLOCKS, MAX_COLUMNS, REGISTERS_OF_BOXED, RESIDENT_BYTES, Tile, altered
 
 MAX_UNROLLED = 100  # wgmmas of a row of taps
 MAX_PHASES = 4  # along W whose taps are not joined: of more, sums spill
@@ -241,5 +240,5 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         slots = work.slots(tile)
         if max(shape.stride[:2]) == 1 and slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
-            tile = dataclasses.replace(tile, ring=slots, resident=True)
+            tile = altered(tile, ring=slots, resident=True)
         yield tile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from cuconvt.plan_phase_wgmma_work import (
 )
 from cuconvt.plan_search import of_tile
 from cuconvt.plan_wgmma_boxes import Boxes, WorkOnPlanes, few, widths
-from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_COLUMNS, REGISTERS_OF_BOXED, Box, Tile, copies_can_count
+from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_COLUMNS, REGISTERS_OF_BOXED, Box, Tile, altered, copies_can_count
 from cuconvt.tensor_map import MAX_BOX, TensorMap, reads_rows
 
 MAX_STAGED = 2**16 - 1  # words of a channel
@@ -70,6 +70,16 @@ FEW_CHANNELS, OF_FEW_CHANNELS = 48, 1.2
 SOME_CHANNELS, MANY_RESULTS, OF_MANY_RESULTS = 96, 256, 1.2
 FEW_RESULTS, OF_FEW_RESULTS = 32, {1: 0.75, 3: 0.85}
 OF_FEW_RESULTS_OF_VOLUMES = {(4, 3): 0.65, (4, 1): 0.75, (2, 1): 1.0}
+
+
+class NormOfTile(NamedTuple):
+    """What bounds a box whatever is in it: powers of clocks, and clocks."""
+
+    chunks: int
+    multiplied: float  # to the power of the norm
+    weights: float  # clocks of their copies
+    waits: float  # to the power of the norm, and so are the next ones
+    waits_for_weights: float
 
 
 @dataclass(frozen=True)
@@ -231,7 +241,7 @@ class Work(WorkOnPlanes):
 
     def ways(self, tile: Tile) -> list[Tile]:
         """Return the tile in each way in which copies can bring x."""
-        return [replace(tile, flat=flat) for flat, can in enumerate((self.by_rows, self.flat)) if can]
+        return [altered(tile, flat=flat) for flat, can in enumerate((self.by_rows, self.flat)) if can]
 
     def lines(self, tile: Tile, extent: Ints) -> int:
         """Return the rows along H of a copy."""
@@ -242,7 +252,7 @@ class Work(WorkOnPlanes):
         if not tile.flat:
             return tile, extents
         d, h, w = extents
-        return replace(tile, flat=w), (d, 1, h * w)
+        return altered(tile, flat=w), (d, 1, h * w)
 
     def chunk(self, tile: Tile) -> int:
         return tile.k_steps * 32 // self.shape.itemsize
@@ -359,24 +369,30 @@ class Work(WorkOnPlanes):
         words = tile.rows * self.shape.itemsize // 4
         return self.compared * self.cost(tile, Box((1, 1, tile.rows), (0, 0), words, words)) / tile.rows
 
-    def clocks(self, tile: Tile, box: Box) -> float:
-        """Estimate a multiprocessor's clocks for a box, of the mean phase: what bounds it adds up as in a norm."""
+    @of_tile
+    def norm_of_tile(self, tile: Tile) -> NormOfTile:
+        """Return what a norm has of a tile, whatever its box."""
         s, r = self.shape, RATES[self.shape.itemsize, self.shape.products]
         chunks, slots = -(-s.c_in // self.chunk(tile)), self.slots(tile) / prod(s.stride[:2])
         steps = slots * tile.tiles_m * tile.workers * tile.k_steps
         products = s.kernel[2] // self.joined(tile) * r.product + s.kernel[2] * 8 * tile.tiles_c * r.column
         multiplied = steps * (s.products * products + (self.words + self.picked) * r.picked)
         multiplied += slots * tile.workers * r.row_of_taps
-        staged = chunks * self.stage_bytes(tile, box)
         weights = 0 if tile.resident else slots * self.slot_bytes(tile)
-        copies = staged / r.copied + staged / (4 * box.items) * r.row + weights / r.weights
+        waits = chunks * r.stage / (tile.x_stages - 1) / tile.min_blocks
+        of_slots = 0 if tile.resident else slots * r.slot / (tile.ring - 1) / tile.min_blocks
+        return NormOfTile(chunks, multiplied**r.norm, weights / r.weights, waits**r.norm, of_slots**r.norm)
+
+    def clocks(self, tile: Tile, box: Box) -> float:
+        """Estimate a multiprocessor's clocks for a box, of the mean phase: what bounds it adds up as in a norm."""
+        s, r, of_tile = self.shape, RATES[self.shape.itemsize, self.shape.products], self.norm_of_tile(tile)
+        staged = of_tile.chunks * self.stage_bytes(tile, box)
+        copies = staged / r.copied + staged / (4 * box.items) * r.row + of_tile.weights
         outputs = prod(box.extent) * s.stride[2] * min(8 * tile.tiles_c, s.c_out)
         read = prod(box.extent) * s.c_in / self.times(tile)
         memory = (read + outputs) * s.itemsize / r.memory
-        waits = chunks * r.stage / (tile.x_stages - 1) / tile.min_blocks
-        of_slots = 0 if tile.resident else slots * r.slot / (tile.ring - 1) / tile.min_blocks
-        powers = (multiplied, copies, memory, waits, of_slots)
-        norm: float = sum(power**r.norm for power in powers) ** (1 / r.norm)
+        powers = of_tile.multiplied, copies**r.norm, memory**r.norm, of_tile.waits, of_tile.waits_for_weights
+        norm: float = sum(powers) ** (1 / r.norm)
         return norm + (r.box + r.outputs * outputs / 32) / tile.min_blocks
 
     def clocks_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float | None:
@@ -391,17 +407,16 @@ class Work(WorkOnPlanes):
         return self._clocks_of_boxes(tile, box, times * count_boxes(extents, box.extent), device, of_cuts)
 
     def least_of_size(self, tile: Tile, times: int, extents: Ints, device: Device) -> float:
-        """Return a lower bound of the same: with boxes without a halo, as many as the device holds at a time."""
+        """Return a lower bound of the same: with boxes without a halo, of all rows of the tile.
+
+        As many as the device holds at a time: more of them take longer, each with fewer positions.
+        """
         times *= self.times(tile)
         positions, held = prod(extents), device.multiprocessors * tile.min_blocks
-        bounds = []
-        for rows in range(64, tile.rows + 1, 64):
-            boxes = round_up(times * -(-positions // rows), held)
-            of_box = times * positions // boxes
-            words = max(1, of_box * self.shape.itemsize // 4)
-            box = Box((1, 1, of_box), (0, 0), words, words)
-            bounds.append(self._clocks_of_boxes(tile, box, boxes, device))
-        return min(bounds)
+        boxes = round_up(times * -(-positions // tile.rows), held)
+        of_box = times * positions // boxes
+        words = max(1, of_box * self.shape.itemsize // 4)
+        return self._clocks_of_boxes(tile, Box((1, 1, of_box), (0, 0), words, words), boxes, device)
 
     def _clocks_of_boxes(self, tile: Tile, box: Box, boxes: int, device: Device, of_cuts: float = 0.0) -> float:
         rounds = -(-boxes // (device.multiprocessors * tile.min_blocks))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from math import inf, prod
@@ -41,6 +40,7 @@ from cuconvt.plan_wgmma_sizes import (
     RESIDENT_BYTES,
     Shape,
     Tile,
+    altered,
     kinds_of_blocks,
     registers_of,
 )
@@ -279,7 +279,7 @@ def tiles(work: Work) -> Iterator[Tile]:
         if all_phases or not several:
             slots = -(-shape.c_in // work.chunk(tile)) * work.slots_of_chunk(tile)
             if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:
-                tile = dataclasses.replace(tile, ring=slots, resident=True)
+                tile = altered(tile, ring=slots, resident=True)
         # These spill, however few the accumulators.
         if all_phases and shape.products == 3:
             if shape.out_channels_last:
@@ -296,5 +296,5 @@ def tiles(work: Work) -> Iterator[Tile]:
         if boxed and work.columns(tile) // 2 + BESIDE_SUMS > work.at_start(tile):
             continue
         if tile.resident and workers > 1 and not slides and shape.plane_step == 1:  # which would spill, too
-            yield dataclasses.replace(tile, take_turns=True)
+            yield altered(tile, take_turns=True)
         yield tile

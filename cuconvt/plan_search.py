@@ -35,9 +35,10 @@ def of_tile(method: Callable[[Any, Any], Size]) -> Callable[[Any, Any], Size]:
     def kept(work: Any, tile: Any) -> Size:
         if work.tile is not tile:
             work.tile, work.sizes = tile, {}
-        if method not in work.sizes:
-            work.sizes[method] = method(work, tile)
-        size: Size = work.sizes[method]
+        try:
+            size: Size = work.sizes[method]
+        except KeyError:
+            size = work.sizes[method] = method(work, tile)
         return size
 
     return kept

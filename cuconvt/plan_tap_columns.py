@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, prod
 
 from cuconvt.geometry import Geometry
@@ -268,48 +269,48 @@ class Work:
 
     # Sizes; the kernel computes the same ones.
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return prod(self.kernel) * self.c_out
 
-    @property
+    @cached_property
     def blocks_of_channels(self) -> int:
         return -(-self.c_in // K_BLOCK)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Instructions along a block of channels."""
         return 1 if self.itemsize == 2 else 2
 
-    @property
+    @cached_property
     def fragment_words(self) -> int:
         """Words of weights of a lane, of eight columns and a block of channels."""
         return 2 * self.steps * (2 if self.products == 3 else 1)
 
-    @property
+    @cached_property
     def reach(self) -> Ints:
         """How many positions back taps read, along each axis."""
         axes = zip(self.kernel, self.stride, self.dilation, strict=True)
         return tuple((k - 1) * d // s for k, s, d in axes)
 
-    @property
+    @cached_property
     def offsets_w(self) -> tuple[int, int]:
         """The smallest and the largest offset along W."""
         first, last = (self.shift_w - tap * self.dilation[2] for tap in (self.kernel[2] - 1, 0))
         return _offset(first, self.stride[2]), _offset(last, self.stride[2])
 
-    @property
+    @cached_property
     def overlap(self) -> Ints:
         """Positions along H and W that a box has in common with the next one."""
         first, last = self.offsets_w
         return (self.reach[1], round_up(last - first, FOUR))
 
-    @property
+    @cached_property
     def gap(self) -> int:
         """Zeros between rows of columns."""
         return round_up(self.reach[2] + 1 + self.offsets_w[1], FOUR)
 
-    @property
+    @cached_property
     def least_box(self) -> Ints:
         return (1, self.overlap[0] + 1, round_up(self.overlap[1] + 1, FOUR))
 

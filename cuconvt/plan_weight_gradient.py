@@ -268,13 +268,19 @@ def _cost_a_position(geometry: Geometry, tile: Tile) -> float:
     (_, box_h, box_w), (in_, out) = _staged_box(geometry, tile), tile.channels
     positions, runs = prod(tile.box), prod(tile.box) // tile.positions
     step, hop, _ = staged_axis(tile.taps[2], geometry.stride[2], geometry.dilation[2], 1)
-    columns = len({t * step + k * hop for t in range(tile.positions) for k in range(tile.taps[2])})
+    columns = _columns(tile.positions, step, tile.taps[2], hop)
     a_run = tile.positions * in_ * (tile.taps[0] + out * prod(tile.taps)) + out * tile.taps[1] * columns
     a_run += INSTRUCTIONS_A_RUN
     arithmetic = -(-runs // tile.threads[3]) * a_run * THREADS
     staged = tile.threads[2] * (tile.channels_in * tile.taps[0] * positions + tile.channels_out * box_h * box_w)
     a_box = arithmetic + INSTRUCTIONS_A_STAGED_ELEMENT * staged + INSTRUCTIONS_A_BOX * THREADS
     return _tiles_of_weights(geometry, tile) * a_box / positions
+
+
+@functools.lru_cache(maxsize=4096)
+def _columns(positions: int, step: int, taps: int, hop: int) -> int:
+    """Return how many elements of a row the taps of so many positions next to each other read."""
+    return len({t * step + k * hop for t in range(positions) for k in range(taps)})
 
 
 def _staged_box(geometry: Geometry, tile: Tile) -> Ints:

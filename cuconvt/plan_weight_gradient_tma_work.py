@@ -544,12 +544,19 @@ class Work(WorkOnBoxes[Tile]):
         sums = 4 * tile.values * tiles * (1 / self.rates.written_bytes + 1 / self.rates.read_bytes)
         logarithms = 0.0
         for n, *extents in launches:
-            copied = self.copied_boxes(tile, tuple(extents))
-            clocks = self.clocks_of(tile, copied.positions, copied.of_y, MAX_STAGES)
-            clocks += copied.fewest * self.rates.box_clocks / tile.min_blocks
-            of_all = (n * tiles * clocks + sums) / device.multiprocessors
+            of_all = (n * tiles * self._ideal_clocks(tile, tuple(extents)) + sums) / device.multiprocessors
             logarithms += log(self.position_clocks(of_all, n * prod(extents), device))
         return exp(logarithms / len(launches))
+
+    def least_clocks(self, tile: Tile, n: int, extents: Ints, device: Device) -> float:
+        """Return a lower bound of a launch for so many positions: its boxes, each shared by all multiprocessors."""
+        return n * self.tiles_of_weights(tile) * self._ideal_clocks(tile, extents) / device.multiprocessors
+
+    def _ideal_clocks(self, tile: Tile, extents: Ints) -> float:
+        """Return no more than the clocks of all boxes of a tile of weights and an image."""
+        copied = self.copied_boxes(tile, extents)
+        clocks = self.clocks_of(tile, copied.positions, copied.of_y, MAX_STAGES)
+        return clocks + copied.fewest * self.rates.box_clocks / tile.min_blocks
 
     def position_clocks(self, clocks: float, positions: int, device: Device) -> float:
         """Estimate the clocks of a position of a launch, which reads both arrays at least once."""

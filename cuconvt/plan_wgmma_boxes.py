@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from cuconvt.plan import INDEX_LIMIT, Device, Ints, Layout, round_up
 from cuconvt.plan_boxes import count_boxes, even_extent
 from cuconvt.plan_search import ROUNDINGS, cheapest_tile
-from cuconvt.plan_wgmma_sizes import ROWS, AnyTile, Box, Sizes, Tile
+from cuconvt.plan_wgmma_sizes import ROWS, AnyTile, Box, Sizes, Tile, altered
 
 LONGER_RING = 6  # slots of weights, where there is room: so many hide how long they take from L2
 # Shared memory that leaves the L1 cache 60 KB: with half of these, loads of rows took a sixth longer.
@@ -284,7 +284,7 @@ def with_longer_ring(work: WorkOnPlanes, tile: AnyTile, cost: float, device: Dev
     """Return the tile with more slots for weights, where they take nothing from its boxes, nor from rows of x in L1."""
     if tile.resident:
         return tile
-    longer = dataclasses.replace(tile, ring=LONGER_RING)
+    longer = altered(tile, ring=LONGER_RING)
     if not (work.shape.x_channels_last or work.shape.boxes):
         device = dataclasses.replace(device, shared_bytes=min(device.shared_bytes, SHARED_BYTES_BESIDE_L1))
     longer_cost = work.typical_cost(longer, device)

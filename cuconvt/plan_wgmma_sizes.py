@@ -84,6 +84,13 @@ class Tile:
 AnyTile = TypeVar("AnyTile", bound=Tile)
 
 
+def altered(tile: AnyTile, **fields: Any) -> AnyTile:
+    """Return the tile with other values of some fields: `dataclasses.replace` takes longer than most estimates."""
+    other = object.__new__(type(tile))
+    other.__dict__.update(tile.__dict__, **fields)
+    return other
+
+
 class Box(NamedTuple):
     """The run-time shape of a block: positions q along D, H, W, and how rows of A map to them.
 
