@@ -9,6 +9,11 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Each worker of `-n` has one core. Threads of PyTorch's and NumPy's arithmetic that wait for each other on it, spinning,
+# take ten times as long as one: 108 s for 8 of the notebook that trains.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Where JAX has a GPU, it would take most of its memory at the first call.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
