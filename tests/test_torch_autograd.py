@@ -205,6 +205,22 @@ def test_forward_mode_and_compile(backend: str) -> None:
     torch.testing.assert_close(tangent(x), expected)
 
 
+def test_compile_traces_nothing_that_a_kernel_computes() -> None:
+    """Where forward mode breaks a graph, its frames run in parts, which all call others that might be traced."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    x, weight, bias = (tensor.detach() for tensor in arguments(PROBLEM))
+    torch.compile(
+        lambda x: torch.func.jvp(lambda x: ours(PROBLEM, x, weight, bias).sin(), (x,), (x,))[1], backend=backend
+    )(x)
+    assert len(graphs) < 10  # 45 where all is traced
+
+
 @settings(max_examples=25)
 @given(problems(longest=(4, 4, 4), longest_w=16, budget=0.02).map(symmetric), st.booleans())
 def test_random_problems(problem: Problem, channels_last: bool) -> None:

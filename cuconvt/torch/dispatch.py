@@ -18,6 +18,7 @@ the keys of the tensors and of the thread, which are read here in the same way. 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ class Operator:
         qualified = f"{NAMESPACE}::{name}"
         _LIBRARY.define(name + schema)
         for backend in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, kernel, backend)
+            _LIBRARY.impl(name, _untraced(kernel), backend)
         torch.library.register_fake(qualified, fake, lib=_LIBRARY)
         torch.library.register_autograd(qualified, node.backward, setup_context=node.setup_context, lib=_LIBRARY)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -168,6 +169,24 @@ class Operator:
         assert self._cast is not None
         with _ExcludeDispatchKeyGuard(autocast):
             return self.overload(*self._cast(torch.get_autocast_dtype(device_type), *arguments))
+
+
+def _untraced(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the kernel for the dispatcher: `torch.compile`, where it runs a frame in parts, traces no frame in it.
+
+    It would trace all that NumPy computes, or what finds a plan: for 20 s, where the kernel takes a millisecond.
+    """
+
+    @functools.wraps(kernel)
+    def call(*arguments: Any) -> Tensor:
+        return (_disabled(kernel) if "torch._dynamo" in sys.modules else kernel)(*arguments)
+
+    return call
+
+
+@functools.cache
+def _disabled(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compiler.disable(kernel)  # which imports what takes seconds to import
 
 
 def check_is_tensor(name: str, value: Any, optional: bool) -> None:
