@@ -9,8 +9,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Each worker of `-n` has one core. Threads of PyTorch's and NumPy's arithmetic that wait for each other on it, spinning,
-# take ten times as long as one: 108 s for 8 of the notebook that trains.
+# Each worker of `-n` has one core. Threads of PyTorch's and NumPy's arithmetic wait for each other on it, spinning: the
+# notebook that trains took 108 s, and takes 8.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -28,7 +28,7 @@ from cuconvt.plan import Device, Layout, Plan, Refusal
 from cuconvt.plan_wgmma_sizes import Tile
 
 WIDTHS = range(16, 40)  # that problems may have whose rows are copied in this way or that
-MOST_OF_BOX = 250  # wgmmas of a box, with all chunks: one takes the host long
+MOST_OF_BOX = 120  # wgmmas of a box, with all chunks: one takes the host long
 
 
 @dataclasses.dataclass(frozen=True)

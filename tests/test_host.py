@@ -323,8 +323,12 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
 @pytest.mark.parametrize("name", FEW_RESULTS)
 def test_few_results(name: str) -> None:
     problem = FEW_RESULTS[name]
-    if name == "many_channels":  # which take long
-        problem = dataclasses.replace(problem, n=1, extent=(11, 36))
+    # Of fewer positions than on a GPU, but of several boxes still, the last one ragged; of one image, of many channels.
+    if name != "padding_cuts":
+        extent = tuple(-(-3 * extent // 5) if extent > 16 else extent for extent in problem.extent)
+        problem = dataclasses.replace(
+            problem, n=1 if name == "many_channels" else min(problem.n or 1, 2), extent=extent
+        )
     for dtype, precision in (("float16", None), ("float32", "tf32"), ("float32", "tf32x3")):
         with on_host("tap_columns", DEVICES[90], precision):
             check(problem, dtype, precision=precision, calls=2)
