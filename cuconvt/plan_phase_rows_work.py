@@ -110,12 +110,12 @@ def copies_can_bring(geometry: Geometry, layout: Layout, itemsize: int, flat: bo
 
 
 def outputs_at_once(geometry: Geometry, layout: Layout, itemsize: int) -> int:
-    """Return how many outputs of a row a thread stores at a time: all of a pair of positions, or 16 bytes; or 0."""
+    """Return how many outputs of a row a thread stores at a time: all of a pair of positions, 16 bytes, or else 1."""
     stride = geometry.stride[2]
     run = gcd(2 * stride, 16 // itemsize)
     whole = run == 2 * stride or run * itemsize == 16
     rows = geometry.out_extent[2] % run == 0 and others_divisible(layout.out, 4, run)
-    return run if whole and rows and layout.out[4] == 1 and layout.out_aligned else 0
+    return run if whole and rows and layout.out_aligned else 1
 
 
 class Work(WorkOnPlanes):

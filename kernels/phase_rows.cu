@@ -7,7 +7,8 @@
 // A thread of a warp has rows g = lane / 4 and g + 8 of A and, of a step along K, two channels or, of 16 bits, four. Which position
 // is which row is free: these two are neighbours along W, a *pair*. So a thread loads two positions of a channel at once; of 16 bits
 // they are a word, and a selection of bytes makes two channels of one position of it. And its sums are 2 * STRIDE_W outputs of a row
-// that follow each other, of two channels in eight, which it stores as they are, up to 16 bytes at a time.
+// that follow each other, of two channels in eight, which it stores as they are, up to 16 bytes at a time, or exchanges with three
+// others for those of more channels where rows are not aligned for that.
 //
 //     A pair, stride 2:   x, a row of a channel  [.. 2j 2j+1 ..]   ->   out  [.. 4j 4j+1 4j+2 4j+3 ..]
 //
@@ -28,7 +29,7 @@
 #ifndef PAD_W
 #define PAD_W 1
 #endif
-#ifndef OUT_RUN  // outputs of a row that are stored at a time
+#ifndef OUT_RUN  // outputs of a row that are stored at a time; 1: threads exchange them before
 #define OUT_RUN 4
 #endif
 #ifndef K_STEPS  // along K: 8 channels of float32, 16 of 16 bits
@@ -399,6 +400,14 @@ __device__ __forceinline__ void bring_bias(float* to, const Stored* bias, const 
     }
 }
 
+constexpr bool EXCHANGED = OUT_RUN == 1;
+
+// Output `j` of a pair, of channel `i` of the thread's two in eight.
+__device__ __forceinline__ float output_of(const Sums& sums, int j, int c, int i, const Pack<float, 2>& bias) {
+    const int phase = j % STRIDE_W, column = phase % JOINED * TILE_C / 2 + c * 4 + j / STRIDE_W * 2 + i;
+    return bias.value[i] + sums.value[phase / JOINED][column];
+}
+
 // The outputs of a pair, of the thread's two channels in eight, of which `left` exist; `to` is the first one of the first channel, at
 // `w` of its row.
 __device__ __forceinline__ void store_pair(Stored* to, const Sums& sums, const float* bias, Index w, int left,
@@ -413,12 +422,40 @@ __device__ __forceinline__ void store_pair(Stored* to, const Sums& sums, const f
             for (int first = 0; first < 2 * STRIDE_W; first += OUT_RUN) {
                 Pack<float, OUT_RUN> run;
 #pragma unroll
-                for (int j = 0; j < OUT_RUN; ++j) {
-                    const int half = (first + j) / STRIDE_W, phase = (first + j) % STRIDE_W;
-                    const int column = phase % JOINED * TILE_C / 2 + c * 4 + half * 2 + i;
-                    run.value[j] = offset.value[i] + sums.value[phase / JOINED][column];
-                }
+                for (int j = 0; j < OUT_RUN; ++j) run.value[j] = output_of(sums, first + j, c, i, offset);
                 if (c * 8 + i < left && within(w + first, p.out_extent[2])) store_vector(run, of_channel + first);
+            }
+        }
+    }
+}
+
+// The same where rows are not aligned for that, one at a time; `to` and `left` are the tile's. The four threads of a pair exchange its
+// outputs, so that each has one of four that follow each other, of as many channels: what a warp stores fills whole sectors.
+__device__ __forceinline__ void store_pair_exchanged(Stored* to, const Sums& sums, const float* bias, Index w, int left,
+                                                     const Problem& p) {
+    const int own = threadIdx.x % 4;
+#pragma unroll
+    for (int c = 0; c < TILES_C; ++c) {
+        const Pack<float, 2> offset = *reinterpret_cast<const Pack<float, 2>*>(bias + c * 8);
+#pragma unroll
+        for (int first = 0; first < 4 * STRIDE_W; first += 4) {  // of the outputs of both channels
+            unsigned four[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+                four[n] = __float_as_uint(
+                    output_of(sums, (first + n) % (2 * STRIDE_W), c, (first + n) / (2 * STRIDE_W), offset));
+#pragma unroll
+            for (int apart = 1; apart < 4; apart *= 2)
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    if (!(n & apart)) exchange(four[n], four[n + apart], apart);
+            const int i = (first + own) / (2 * STRIDE_W), j = (first + own) % (2 * STRIDE_W);
+            const bool there = within(w + j, p.out_extent[2]);
+            Stored* at = to + ((c * 8 + i) * p.out_stride[1] + j);
+#pragma unroll
+            for (int thread = 0; thread < 4; ++thread) {
+                if (there && c * 8 + thread * 2 + i < left) store_vector(Pack<float, 1>{{__uint_as_float(four[thread])}}, at);
+                at += 2 * p.out_stride[1];
             }
         }
     }
@@ -432,8 +469,9 @@ __device__ __forceinline__ void store(const Sums (&acc)[TILES_M], float* own_bia
     warps_sync(barrier, 128);
     const Index d = b.d * STRIDE_D + b.phase_d - (Index)p.pad[0], h = b.h * STRIDE_H + b.phase_h - (Index)p.pad[1];
     const Index w = b.w - (Index)p.pad[2] / STRIDE_W;  // a position
-    out += b.n * p.out_stride[0] + (b.group * p.c_out + b.tile_c * TILE_C + own) * p.out_stride[1];
-    const int left = (int)p.c_out - b.tile_c * TILE_C - own;
+    const int channel = b.tile_c * TILE_C + (EXCHANGED ? 0 : own);
+    out += b.n * p.out_stride[0] + (b.group * p.c_out + channel) * p.out_stride[1];
+    const int left = (int)p.c_out - channel;
 #pragma unroll
     for (int tile = 0; tile < TILES_M; ++tile) {
         const Pair at = pair_of(recomputed(tile), p);
@@ -442,7 +480,8 @@ __device__ __forceinline__ void store(const Sums (&acc)[TILES_M], float* own_bia
         const Index out_d = d + at.d * STRIDE_D, out_h = h + row * STRIDE_H;
         const bool inside = at.there && within(out_d, p.out_extent[0]) && within(out_h, p.out_extent[1]);
         Stored* const to = out + (out_d * p.out_stride[2] + out_h * p.out_stride[3] + out_w);
-        store_pair(to, acc[tile], own_bias + own, out_w, inside ? left : 0, p);
+        if constexpr (EXCHANGED) store_pair_exchanged(to, acc[tile], own_bias + own, out_w, inside ? left : 0, p);
+        else store_pair(to, acc[tile], own_bias + own, out_w, inside ? left : 0, p);
     }
 }
 

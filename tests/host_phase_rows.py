@@ -59,6 +59,7 @@ class Case:
     device: Device
     tile: Tile
     before_w: int  # the padding before along W
+    whole: bool = True  # whether rows of the result are whole runs, or else one output shorter
 
     @property
     def flat(self) -> bool:
@@ -67,7 +68,7 @@ class Case:
 
     @property
     def run(self) -> int:
-        """Outputs of a row that are stored at a time."""
+        """Outputs of a row that are stored at a time where it is whole runs."""
         return gcd(2 * self.spec.stride[-1], 16 // self.itemsize)
 
     @property
@@ -76,16 +77,19 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    """Return the cases by name: of rows one by one, then of the rows of a plane as one."""
+    """Return the cases by name: of rows one by one, of those of a plane as one, and both where runs are not whole."""
     found = {}
-    for index in range(24):
+    for index in range(36):
         choose = random.Random(index)
-        (dtype, precision), flat = KINDS[index % 4], index >= 12
-        rank = 2 + index // 4 % 2 if flat else 1 + index // 4
-        specs = (draw_problem(choose, index, rank, dtype, flat) for _ in attempts())
-        drawn = (draw_case(choose, index, spec, dtype, precision, flat) for spec in specs)
+        (dtype, precision), whole = KINDS[index % 4], index < 24
+        flat = index >= 12 if whole else index % 24 // 4 == 2
+        rank = 2 + index // 4 % 2 if flat else 1 + index // 4 % 3
+        # Of a plane's rows without a stride there are as many outputs as inputs, which are pairs.
+        specs = (draw_problem(choose, index, rank, dtype, flat, 1 if whole else 2) for _ in attempts())
+        drawn = (draw_case(choose, index, spec, dtype, precision, flat, whole) for spec in specs)
         this = next(case for case in drawn if case is not None)
-        found[f"{'planes' if flat else 'rows'}-{index}-{precision or dtype}-{rank}d"] = this
+        way = ("planes" if flat else "rows") + ("" if whole else "-cut")
+        found[f"{way}-{index}-{precision or dtype}-{rank}d"] = this
     return found
 
 
@@ -94,9 +98,11 @@ def steps_of(index: int) -> int:
     return (1, 2, 4, 8)[index // 2 % 4]
 
 
-def draw_problem(choose: random.Random, index: int, rank: int, dtype: str, flat: bool) -> Specialisation:
+def draw_problem(
+    choose: random.Random, index: int, rank: int, dtype: str, flat: bool, least_of_flat: int
+) -> Specialisation:
     """Draw one with a tap along W for each phase, and phases along D and H of which some have none."""
-    along_w = (1, 2, 4, 2)[(index + index // 4) % 4]
+    along_w = max((1, 2, 4, 2)[(index + index // 4) % 4], least_of_flat if flat else 1)
     apart_w = [dilation for dilation in (1, 2, 3, 3) if gcd(dilation, along_w) == 1]
     kernel_w = choose.randint(along_w, max(5, along_w))
     if index % 2 == 0:  # as many taps of each phase
@@ -123,7 +129,13 @@ def draw_problem(choose: random.Random, index: int, rank: int, dtype: str, flat:
 
 
 def draw_case(
-    choose: random.Random, index: int, spec: Specialisation, dtype: str, precision: str | None, flat: bool
+    choose: random.Random,
+    index: int,
+    spec: Specialisation,
+    dtype: str,
+    precision: str | None,
+    flat: bool,
+    whole: bool,
 ) -> Case | None:
     """Draw a tile that fits whatever the extents, if there is one; kinds are drawn first, since some have few tiles."""
     stride, dilation, reach = spec.stride[-1], spec.dilation[-1], (spec.kernel[-1] - 1) * spec.dilation[-1]
@@ -134,7 +146,7 @@ def draw_case(
         before_w -= before_w % stride
     device = Device(90, choose.choice((1, 1, 2)), SHARED_BYTES)  # so few that each block has several boxes
     spec = dataclasses.replace(spec, shifts=(*(None,) * (len(spec.kernel) - 1), before_w % stride))
-    this = Case(spec, dtype, precision, device, dataclasses.replace(ANY_TILE, flat=int(flat)), before_w)
+    this = Case(spec, dtype, precision, device, dataclasses.replace(ANY_TILE, flat=int(flat)), before_w, whole)
     problem = padded(this, EXTENTS[len(spec.kernel)][0])
     geometry, layout = batch_as_depth(geometry_of(problem), layout_for(problem))
     if rows._refuse(geometry, dtype, layout, precision, device):
@@ -198,7 +210,8 @@ def of_rows(this: Case, problem: Problem) -> Problem:
     while True:
         outputs = (width - 1) * stride + (kernel - 1) * dilation + 1 + more - before - after
         if outputs >= this.run:
-            return along_w(problem, width, (before, after + outputs % this.run), more)
+            cut = outputs % this.run if this.whole else (outputs + 1) % this.run
+            return along_w(problem, width, (before, after + cut), more)
         width += 1
 
 
@@ -212,6 +225,7 @@ def of_planes(this: Case, problem: Problem) -> Problem:
     after = (width - 1) * stride + (problem.kernel[-1] - 1) * problem.dilation[-1] + 1 - this.before_w - outputs
     if stride > this.run and after < 0:
         outputs, after = outputs - this.run, after + this.run
+    after += not this.whole
     problem = dataclasses.replace(problem, extent=(*problem.extent[:-2], height, width))
     return along_w(problem, width, (this.before_w, max(after, 0)), max(-after, 0))
 

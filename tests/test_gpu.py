@@ -414,6 +414,19 @@ BROUGHT = {
     "few_channels": case((5, 12, 24, 32), 7, 4, 2, 1),
     "batch": case((37, 64, 8, 8), 40, 4, 2, 1, has_bias=True),
 }
+# The same to rows of a result that are not aligned, so that threads exchange outputs.
+BROUGHT_TO_ODD_ROWS = {
+    "cut": case((2, 64, 6, 10, 16), 48, 2, stride=2, padding=(0, 0, (0, 1)), has_bias=True),
+    "volume": case((2, 48, 7, 10, 16), 40, 3, 2, 1, has_bias=True),
+    "image": case((4, 96, 16, 16), 72, 3, 2, 1, has_bias=True),
+    "longer": case((2, 100, 19, 24), 56, 5, 2, 2),
+    "by_three": case((2, 40, 10, 24), 33, 3, stride=3, padding=(0, (0, 1)), has_bias=True),
+    "by_four": case((2, 72, 10, 24), 40, 4, stride=4, padding=(0, (1, 0))),
+    "unstrided": case((2, 64, 9, 40), 48, 3, padding=(1, (1, 0)), has_bias=True),
+    "grouped": case((2, 128, 8, 16), 96, 3, 2, 1, groups=2, has_bias=True),
+    "few_channels": case((5, 12, 24, 32), 7, 3, 2, 1),
+    "misaligned": case((2, 64, 9, 16), 48, 4, 2, 1, has_bias=True, out_layout="misaligned"),
+}
 # Those of a plane are whole 16 bytes, but not each.
 BROUGHT_AS_ONE = {
     "four": case((33, 136, 4, 4), 72, 4, 2, 1, has_bias=True),
@@ -447,6 +460,28 @@ def test_rows_that_copies_bring(cupy: Any, name: str, flat: bool, dtype: str, pr
     with planned_by(brought(flat, plans), cuda, "make_plan", cuda._prepare):
         check(BROUGHT[name], dtype, cupy, precision)
     assert plans[0].maps
+
+
+@FOR_TENSOR_CORES
+@pytest.mark.parametrize(
+    ("name", "flat"),
+    # Rows of a plane without a stride have as many outputs as inputs, which are pairs.
+    [
+        pytest.param(name, flat, id=f"{name}-{'planes' if flat else 'rows'}")
+        for name in BROUGHT_TO_ODD_ROWS
+        for flat in (False, True)
+        if not flat or name != "unstrided"
+    ],
+)
+def test_rows_that_copies_bring_to_odd_rows(
+    cupy: Any, name: str, flat: bool, dtype: str, precision: str | None
+) -> None:
+    from cuconvt import cuda
+
+    plans: list[Plan] = []
+    with planned_by(brought(flat, plans), cuda, "make_plan", cuda._prepare):
+        check(BROUGHT_TO_ODD_ROWS[name], dtype, cupy, precision, calls=2)
+    assert dict(plans[0].defines)["OUT_RUN"] == 1
 
 
 @FOR_TENSOR_CORES

@@ -123,7 +123,7 @@ def test_every_kind_of_tile_is_reached() -> None:
     both = (
         *(f"STRIDE_W {value}" for value in (1, 2, 4)),
         *(f"DILATION_W {value}" for value in (1, 3)),
-        *(f"OUT_RUN {value}" for value in (2, 4, 8)),
+        *(f"OUT_RUN {value}" for value in (1, 2, 4, 8)),
         *(f"DTYPE {DTYPE_CODES[dtype]}" for dtype in ("float16", "bfloat16", "float32")),
         *(f"products {kind} bytes" for kind in ("1, 2", "1, 4", "3, 4")),
         *(f"the first element is {parity}" for parity in ("even", "odd")),
@@ -281,6 +281,7 @@ PLANES = own_case((2, 3, 4), (1, 1, 2), (40, 19), ("bfloat16", None), 1, True, *
 PLANES_SPLIT = own_case((1, 3, 5), (1, 1, 1), (20, 9), ("float32", "tf32x3"), 2, True, **BRIEF)
 JOINED = own_case((2, 2, 2), (2, 2, 2), (32, 17), ("float32", "tf32"), 2, groups=2, **BRIEF)
 LINE = own_case((3,), (2,), (12, 9), ("float16", None), 1, **BRIEF)
+CUT = dataclasses.replace(own_case((2, 3, 3), (1, 2, 2), (20, 19), ("bfloat16", None), 1, **BRIEF), whole=False)
 IN_USE = "with no wait for it|with no barrier in between|a GPU may miss it|arrives at|a bulk copy wrote"
 ELSEWHERE = VALUES + "|" + UNWRITTEN + "|" + IN_USE + "|past its end"
 OUTSIDE = VALUES + "|belong to no|wrote|past its end"
@@ -393,7 +394,7 @@ FAULTS = {
     "the ends of rows for the first of a pair": ("FIRST_W + i / 2 + i % 2, p", "FIRST_W + i / 2, p", VALUES, PLANES),
     "rows of x in place of those of a plane": ("is_flat(p) ? line_of(w + at.w, p) : at.h", "at.h", OUTSIDE, PLANES),
     "columns of one phase for all": ("phase % JOINED * TILE_C / 2", "0 * TILE_C / 2", VALUES, JOINED),
-    "the second position's results": ("c * 4 + half * 2 + i;", "c * 4 + i * 2 + half;", VALUES, JOINED),
+    "the second position's results": ("c * 4 + j / STRIDE_W * 2 + i;", "c * 4 + i * 2 + j / STRIDE_W;", VALUES, JOINED),
     "channels of the result beyond the last": (
         "if (c * 8 + i < left && within",
         "if (left && within",
@@ -401,9 +402,28 @@ FAULTS = {
         PASSING,
     ),
     "outputs beyond the row": ("left && within(w + first, p.out_extent[2])", "left", OUTSIDE, LINE),
+    "an exchange with another thread": (
+        "exchange(four[n], four[n + apart], apart)",
+        "exchange(four[n], four[n + apart], 3 - apart)",
+        VALUES,
+        CUT,
+    ),
+    "channels of the other half exchanged": (
+        "const int i = (first + own) / (2 * STRIDE_W)",
+        "const int i = 0",
+        OUTSIDE,
+        CUT,
+    ),
+    "channels beyond the last, exchanged": (
+        "there && c * 8 + thread * 2 + i < left",
+        "there && left",
+        OUTSIDE + "|heap-buffer-overflow",
+        CUT,
+    ),
+    "outputs beyond the row, exchanged": ("there = within(w + j, p.out_extent[2])", "there = true", OUTSIDE, CUT),
     "outputs of another image": (
-        "// a position\n    out += b.n * p.out_stride[0]",
-        "\n    out += 0 * p.out_stride[0]",
+        "out += b.n * p.out_stride[0] + (b.group * p.c_out + channel)",
+        "out += (b.group * p.c_out + channel)",
         OUTSIDE,
         PASSING,
     ),
@@ -432,8 +452,8 @@ def test_fault_is_caught(fault: tuple[str, str, str, Case]) -> None:
 
 @pytest.mark.parametrize(
     "this",
-    [PASSING, SPLIT, PLANES, PLANES_SPLIT, JOINED, LINE],
-    ids=["16 bits", "3xTF32", "planes", "planes in 3xTF32", "joined phases", "one axis"],
+    [PASSING, SPLIT, PLANES, PLANES_SPLIT, JOINED, LINE, CUT],
+    ids=["16 bits", "3xTF32", "planes", "planes in 3xTF32", "joined phases", "one axis", "rows that are not whole"],
 )
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this, kernel_sources("phase_rows.cu"))
