@@ -22,7 +22,7 @@ from cuconvt.plan_correlate_wgmma_work import FEW_POSITIONS
 from cuconvt.plan_phase_wgmma_work import POSITIONS, SHARED_BYTES_A_CLOCK
 from cuconvt.plan_search import of_tile
 from cuconvt.plan_wgmma_boxes import SECTOR, WIDE, few, widths
-from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, REGISTERS_OF_BOXED, Box, Tile, copies_can_count
+from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, REGISTERS_OF_BOXED, Box, NormOfRows, Tile, copies_can_count
 from cuconvt.tensor_map import MAX_BOX, MAX_STEP, TensorMap, reads_rows
 
 # Registers of a worker's and of a stager's thread, by warpgroups of either and blocks a multiprocessor.
@@ -74,16 +74,6 @@ class Rates(NamedTuple):
     box: float  # clocks
     outputs: float  # clocks of 32 results
     norm: float
-
-
-class NormOfRows(NamedTuple):
-    """What bounds a box whatever is in it: powers of clocks, and clocks."""
-
-    chunks: int
-    multiplied: float  # to the power of the norm
-    weights: float  # clocks of their copies
-    waits: float  # to the power of the norm, and so are the next ones
-    waits_for_weights: float
 
 
 # By parts of x: fitted to the times of 1216 tiles for 160 problems (10% rms), and of 350 for 70 (9%).

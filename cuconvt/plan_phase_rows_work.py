@@ -22,7 +22,16 @@ from cuconvt.plan_phase_wgmma_work import (
 )
 from cuconvt.plan_search import of_tile
 from cuconvt.plan_wgmma_boxes import Boxes, WorkOnPlanes, few, widths
-from cuconvt.plan_wgmma_sizes import BESIDE_SUMS, MAX_COLUMNS, REGISTERS_OF_BOXED, Box, Tile, altered, copies_can_count
+from cuconvt.plan_wgmma_sizes import (
+    BESIDE_SUMS,
+    MAX_COLUMNS,
+    REGISTERS_OF_BOXED,
+    Box,
+    NormOfRows,
+    Tile,
+    altered,
+    copies_can_count,
+)
 from cuconvt.tensor_map import MAX_BOX, TensorMap, reads_rows
 
 MAX_STAGED = 2**16 - 1  # words of a channel
@@ -70,16 +79,6 @@ FEW_CHANNELS, OF_FEW_CHANNELS = 48, 1.2
 SOME_CHANNELS, MANY_RESULTS, OF_MANY_RESULTS = 96, 256, 1.2
 FEW_RESULTS, OF_FEW_RESULTS = 32, {1: 0.75, 3: 0.85}
 OF_FEW_RESULTS_OF_VOLUMES = {(4, 3): 0.65, (4, 1): 0.75, (2, 1): 1.0}
-
-
-class NormOfTile(NamedTuple):
-    """What bounds a box whatever is in it: powers of clocks, and clocks."""
-
-    chunks: int
-    multiplied: float  # to the power of the norm
-    weights: float  # clocks of their copies
-    waits: float  # to the power of the norm, and so are the next ones
-    waits_for_weights: float
 
 
 @dataclass(frozen=True)
@@ -370,7 +369,7 @@ class Work(WorkOnPlanes):
         return self.compared * self.cost(tile, Box((1, 1, tile.rows), (0, 0), words, words)) / tile.rows
 
     @of_tile
-    def norm_of_tile(self, tile: Tile) -> NormOfTile:
+    def norm_of_tile(self, tile: Tile) -> NormOfRows:
         """Return what a norm has of a tile, whatever its box."""
         s, r = self.shape, RATES[self.shape.itemsize, self.shape.products]
         chunks, slots = -(-s.c_in // self.chunk(tile)), self.slots(tile) / prod(s.stride[:2])
@@ -381,7 +380,7 @@ class Work(WorkOnPlanes):
         weights = 0 if tile.resident else slots * self.slot_bytes(tile)
         waits = chunks * r.stage / (tile.x_stages - 1) / tile.min_blocks
         of_slots = 0 if tile.resident else slots * r.slot / (tile.ring - 1) / tile.min_blocks
-        return NormOfTile(chunks, multiplied**r.norm, weights / r.weights, waits**r.norm, of_slots**r.norm)
+        return NormOfRows(chunks, multiplied**r.norm, weights / r.weights, waits**r.norm, of_slots**r.norm)
 
     def clocks(self, tile: Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for a box, of the mean phase: what bounds it adds up as in a norm."""

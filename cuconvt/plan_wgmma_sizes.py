@@ -103,6 +103,16 @@ class Box(NamedTuple):
     items: int  # what stagers count: positions, or pairs of them in a row
 
 
+class NormOfRows(NamedTuple):
+    """What bounds a box of rows that copies bring, whatever is in it: powers of clocks, and clocks."""
+
+    chunks: int
+    multiplied: float  # to the power of the norm
+    weights: float  # clocks of their copies
+    waits: float  # to the power of the norm, and so are the next ones
+    waits_for_weights: float
+
+
 def registers_of(tile: Tile, parts: int) -> tuple[int, int]:
     """Return the registers of a worker's and of a stager's thread, where x has so many parts."""
     return kinds_of_blocks(tile.boxed, parts)[tile.workers, tile.stagers, tile.min_blocks]
