@@ -61,7 +61,7 @@ def plan_phase_rows(
         return Refusal("phase_rows", reason)
     work = Work(geometry, dtype, precision, layout)
     best = choose_tile(work.shape, device)
-    compared = _beside_others(work, geometry, layout)
+    compared = _of_exchanges(work, geometry, layout)
     if best is not None and (usual_cost := compared * best[1] * all_positions(geometry)) > most:
         return Refusal("phase_rows", f"cost {usual_cost:.3g} against {most:.3g}")
     usual = best and _of_few_programs(work, geometry, device, best[0])
@@ -93,8 +93,8 @@ def candidates(geometry: Geometry, dtype: str, layout: Layout, precision: str | 
             yield plan
 
 
-def _beside_others(work: Work, geometry: Geometry, layout: Layout) -> float:
-    """Return the cost that is compared with other kernels', relative to that of aligned rows of the result."""
+def _of_exchanges(work: Work, geometry: Geometry, layout: Layout) -> float:
+    """Return the cost relative to that with aligned rows of the result, where nothing is exchanged."""
     kind = work.shape.itemsize, work.shape.products
     if outputs_at_once(geometry, layout, work.shape.itemsize) > 1:
         return 1.0

@@ -23,7 +23,7 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
-from cuconvt.plan_search import ROUNDINGS, remembered, tile_for_size
+from cuconvt.plan_search import cheapest_tile, remembered, tile_for_size
 from cuconvt.plan_single import without_taps
 from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS
 from cuconvt.plan_views import batch_as_depth
@@ -253,15 +253,15 @@ def choose_tile(shape: Shape, device: Device) -> Tile | None:
 def choose_tile_of_size(shape: Shape, n: int, extents: Ints, device: Device) -> Tile | None:
     """Return the best tile for so many positions: the parts that blocks sum, and the blocks, are many or few."""
     work = Work(shape)
-    bounded = [(work.least_clocks(tile, n, extents, device), i, tile) for i, tile in enumerate(tiles(work))]
-    best: tuple[float, int, Tile | None] = (inf, 0, None)
-    for least, i, tile in sorted(bounded):
-        if least > best[0] * (1 + ROUNDINGS):
-            break
+
+    def clocks(tile: Tile) -> float | None:
         launch = work.best_launch(tile, n, extents, device, 2**63)
-        if launch is not None and (launch.clocks, i) < best[:2]:  # of tiles that take the same, the first one
-            best = launch.clocks, i, tile
-    return best[2]
+        return None if launch is None else launch.clocks
+
+    # The first bounds are alike, so that of tiles that take the same it is the first one.
+    alike = ((0.0, tile) for tile in tiles(work))
+    found = cheapest_tile(alike, lambda tile: work.least_clocks(tile, n, extents, device), clocks)
+    return None if found is None else found[0]
 
 
 def tiles(work: Work) -> Iterator[Tile]:

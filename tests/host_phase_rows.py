@@ -85,7 +85,8 @@ def cases() -> dict[str, Case]:
         flat = index >= 12 if whole else index % 24 // 4 == 2
         rank = 2 + index // 4 % 2 if flat else 1 + index // 4 % 3
         # Of a plane's rows without a stride there are as many outputs as inputs, which are pairs.
-        specs = (draw_problem(choose, index, rank, dtype, flat, 1 if whole else 2) for _ in attempts())
+        least_w = 2 if flat and not whole else 1
+        specs = (draw_problem(choose, index, rank, dtype, flat, least_w) for _ in attempts())
         drawn = (draw_case(choose, index, spec, dtype, precision, flat, whole) for spec in specs)
         this = next(case for case in drawn if case is not None)
         way = ("planes" if flat else "rows") + ("" if whole else "-cut")
@@ -98,11 +99,9 @@ def steps_of(index: int) -> int:
     return (1, 2, 4, 8)[index // 2 % 4]
 
 
-def draw_problem(
-    choose: random.Random, index: int, rank: int, dtype: str, flat: bool, least_of_flat: int
-) -> Specialisation:
+def draw_problem(choose: random.Random, index: int, rank: int, dtype: str, flat: bool, least_w: int) -> Specialisation:
     """Draw one with a tap along W for each phase, and phases along D and H of which some have none."""
-    along_w = max((1, 2, 4, 2)[(index + index // 4) % 4], least_of_flat if flat else 1)
+    along_w = max((1, 2, 4, 2)[(index + index // 4) % 4], least_w)
     apart_w = [dilation for dilation in (1, 2, 3, 3) if gcd(dilation, along_w) == 1]
     kernel_w = choose.randint(along_w, max(5, along_w))
     if index % 2 == 0:  # as many taps of each phase

@@ -323,7 +323,7 @@ def test_copies_of_words_and_of_single_elements_are_reached() -> None:
 @pytest.mark.parametrize("name", FEW_RESULTS)
 def test_few_results(name: str) -> None:
     problem = FEW_RESULTS[name]
-    # Of fewer positions than on a GPU, but of several boxes still, the last one ragged; of one image, of many channels.
+    # Of fewer positions than on a GPU, but of several boxes still; of many channels, one image.
     if name != "padding_cuts":
         extent = tuple(-(-3 * extent // 5) if extent > 16 else extent for extent in problem.extent)
         problem = dataclasses.replace(
