@@ -167,7 +167,7 @@ def tiles(work: Work) -> Iterator[Tile]:
             continue
         if work.columns(tile) > MAX_COLUMNS or work.slot_bytes(tile) > MAX_SLOT_BYTES:
             continue
-        if tiles_m * k_steps * work.pairs * shape.products > MAX_UNROLLED or work.registers(tile) is None:
+        if tiles_m * work.products_of_slot(tile) * shape.products > MAX_UNROLLED or work.registers(tile) is None:
             continue
         slots = work.slots(tile)
         if slots * work.slot_bytes(tile) <= RESIDENT_BYTES // blocks:

@@ -210,7 +210,15 @@ class Work(correlate_wgmma.Work):
 
     @of_tile
     def slot_bytes(self, tile: Tile) -> int:
-        return tile.k_steps * self.pairs * self.parts * 2 * self.columns(tile) * 16
+        return self.products_of_slot(tile) * self.parts * 2 * self.columns(tile) * 16
+
+    @of_tile
+    def products_of_slot(self, tile: Tile) -> int:
+        """Return how many wgmmas multiply a slot: of pairs of taps, and of an odd last one with two groups each."""
+        taps, groups = self.shape.kernel[2], tile.k_steps
+        alternate = self.parts == 2 or tile.tiles_m * groups % 4 == 0
+        shared = taps % 2 and taps > 1 and groups % 2 == 0 and alternate
+        return groups // 2 * taps if shared else groups * self.pairs
 
     @of_tile
     def slots(self, tile: Tile) -> int:
@@ -373,6 +381,7 @@ class Work(correlate_wgmma.Work):
         s, columns = self.shape, self.columns(tile)
         assert isinstance(s, Shape)
         steps = self.slots(tile) * tile.tiles_m * tile.workers * tile.k_steps
+        # As if no groups shared products: where threads bring x, the time for that is hardly less.
         products = steps * self.pairs * s.products
         staged = self.stages(tile) * self.stage_bytes(tile, box)
         weights = 0 if tile.resident else self.slots(tile) * self.slot_bytes(tile)
@@ -415,9 +424,9 @@ class Work(correlate_wgmma.Work):
         s, r = self.shape, RATES[self.parts]
         per_word, blocks = 4 // s.itemsize, tile.min_blocks
         steps = self.slots(tile) * tile.tiles_m * tile.workers * tile.k_steps
-        products = steps * self.pairs * s.products
-        picked = 2 * per_word * self.loads + 4 * self.pairs * self.parts
-        multiplied = products * r.column * self.columns(tile) + steps * picked * r.picked
+        operands = steps // tile.k_steps * self.products_of_slot(tile)
+        picked = steps * 2 * per_word * self.loads + operands * 4 * self.parts
+        multiplied = operands * s.products * r.column * self.columns(tile) + picked * r.picked
         weights = 0 if tile.resident else self.slots(tile) * self.slot_bytes(tile)
         waits = (self.stages(tile) * r.stage) / (tile.x_stages - 1) / blocks
         of_slots = 0 if tile.resident else self.slots(tile) * r.slot / (tile.ring - 1) / blocks

@@ -8,7 +8,8 @@
 // g and g + 8 of a warp's 16 read of channel t (of 16 bits: and t + 4), all taps along W at once, and picks from these words.
 //
 // K is [group of channels][pair of taps along W][channel and tap]: a group is four channels, or eight of 16 bits, so that with a
-// pair of taps it makes a wgmma. The second tap of the last pair may be none; its words are zeros then.
+// pair of taps it makes a wgmma. The last one of an odd number of taps makes one with two groups (SHARED); otherwise it is half of a
+// pair, the rest of which is zeros.
 //
 // Classes of taps along D and H, boxes, stages and the ring of weights are those of `correlate_wgmma.cu`. Along W there are none:
 // a position reads UNITS units of STRIDE_W elements that follow each other, and of those the words that its taps need.
@@ -48,12 +49,18 @@ __host__ __device__ constexpr bool is_read(int first, int count) {
 }
 
 constexpr int CHUNK = K_STEPS * PIECE;  // channels
-constexpr int PAIRS = ceil_div(KERNEL_W, 2);
+// Whether two groups share products: fragments of these, too, alternate from one call of `multiply` to the next.
+constexpr bool SHARED = KERNEL_W % 2 == 1 && KERNEL_W > 1 && K_STEPS % 2 == 0 &&
+                        (PRECISION == TF32X3 || TILES_M * K_STEPS % 4 == 0);
+constexpr int TOGETHER = SHARED ? 2 : 1;  // groups
+constexpr int PAIRS = SHARED ? KERNEL_W / 2 : ceil_div(KERNEL_W, 2);  // that a group has products for
+constexpr int PRODUCTS = TOGETHER * PAIRS + SHARED;  // of so many groups
 constexpr int COLUMNS = TILE_C;  // of a wgmma
 
-// A slot of weights: [group of channels][pair of taps][part][2 pieces][column][16 bytes]. Sizes in units of 16 bytes.
+// A slot of weights: [groups together][group][pair of taps][part][2 pieces][column][16 bytes], and behind these groups what they
+// share. Sizes in units of 16 bytes.
 constexpr int OPERAND = 2 * COLUMNS;
-constexpr int SLOT = K_STEPS * PAIRS * PARTS * OPERAND;
+constexpr int SLOT = K_STEPS / TOGETHER * PRODUCTS * PARTS * OPERAND;
 
 constexpr int SETS = 1;  // see wgmma_store.cuh
 constexpr int SUMS = 1, MOST_TAPS = 1;
@@ -350,6 +357,28 @@ struct Fragments {
     unsigned value[PARTS][PAIRS][4];
 };
 
+// A of the last tap, which two groups share: likewise.
+struct LastTap {
+    unsigned value[PARTS][4];
+};
+
+// The half of it that is of this group.
+__device__ __forceinline__ void pick_last(LastTap& a, const Window& window, int group) {
+    constexpr int LAST = element_of(KERNEL_W - 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int i = group % 2 * 2 + half;
+#if DTYPE == FLOAT32
+        const float value = __uint_as_float(window.value[half][0][LAST]);
+        if (PRECISION == TF32X3) split(value, a.value[0][i], a.value[PARTS - 1][i]);
+        else a.value[0][i] = BOXED ? __float_as_uint(value) : to_tf32(value);
+#else
+        const auto& words = window.value[half];
+        a.value[0][i] = select_bytes(words[0][LAST / 2], words[1][LAST / 2], LAST % 2 ? 0x7632 : 0x5410);
+#endif
+    }
+}
+
 // `zero` is one that the compiler does not know to be a constant: it would write that anew while products still read it.
 __device__ __forceinline__ void pick(Fragments& a, const Window& window, unsigned zero) {
 #pragma unroll
@@ -378,14 +407,27 @@ __device__ __forceinline__ void pick(Fragments& a, const Window& window, unsigne
     }
 }
 
-// The products of all pairs of taps and one group of channels, with some part of A and of B each.
-__device__ __forceinline__ void multiply_pairs(float (&sum)[COLUMNS / 2], const Fragments& a, Operand b, int part_a, int part_b,
-                                               bool accumulate) {
+// What a group of channels is multiplied with, and of groups that share products whether it is the last one.
+struct Group {
+    Operand weights;
+    bool is_last;
+};
+
+__device__ __forceinline__ Group group_of(Operand slot, int group) {
+    const int first = group / TOGETHER * PRODUCTS + group % TOGETHER * PAIRS;
+    return {slot + first * (PARTS * OPERAND), SHARED && group % TOGETHER == TOGETHER - 1};
+}
+
+// The products of one group of channels, with some part of A and of B each.
+__device__ __forceinline__ void multiply_group(float (&sum)[COLUMNS / 2], const Fragments& a, const LastTap& last, Group group,
+                                               int part_a, int part_b, bool accumulate) {
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
-        const Operand weights = b + (pair * PARTS + part_b) * OPERAND;
+        const Operand weights = group.weights + (pair * PARTS + part_b) * OPERAND;
         multiply_add<COLUMNS>(sum, a.value[part_a][pair], weights, accumulate || pair > 0);
     }
+    if (group.is_last)
+        multiply_add<COLUMNS>(sum, last.value[part_a], group.weights + (PAIRS * PARTS + part_b) * OPERAND, true);
 }
 
 #if PRECISION == TF32X3
@@ -400,18 +442,20 @@ __device__ __forceinline__ void multiply(Accumulators& acc, Fragments (&a)[2], c
         for (int i = 0; i < COLUMNS / 2; ++i) acc.value[0][step / K_STEPS][i] += sums[step % 2][i];
     };
     Window windows[2];  // one is loaded while the other is multiplied
+    LastTap last[2];
     load(windows[0], x, starts, 0, 0);
 #pragma unroll
     for (int step = 0; step < TILES_M * K_STEPS; ++step) {
         const int group = step % K_STEPS;
         if (step + 1 < TILES_M * K_STEPS) load(windows[(step + 1) % 2], x, starts, (step + 1) / K_STEPS, (step + 1) % K_STEPS);
         pick(a[step % 2], windows[step % 2], x.zero);
-        const Operand weights = b + group * (PAIRS * PARTS * OPERAND);
+        if (SHARED) pick_last(last[step / 2 % 2], windows[step % 2], group);
+        const Group of_step = group_of(b, group);
         wgmma_fence();
         // The small products come first.
-        multiply_pairs(sums[step % 2], a[step % 2], weights, PARTS - 1, 0, false);
-        multiply_pairs(sums[step % 2], a[step % 2], weights, 0, PARTS - 1, true);
-        multiply_pairs(sums[step % 2], a[step % 2], weights, 0, 0, true);
+        multiply_group(sums[step % 2], a[step % 2], last[step / 2 % 2], of_step, PARTS - 1, 0, false);
+        multiply_group(sums[step % 2], a[step % 2], last[step / 2 % 2], of_step, 0, PARTS - 1, true);
+        multiply_group(sums[step % 2], a[step % 2], last[step / 2 % 2], of_step, 0, 0, true);
         wgmma_commit();
         if (step > 0) {
             wgmma_wait<1>();
@@ -427,14 +471,16 @@ __device__ __forceinline__ void multiply(Accumulators& acc, Fragments (&a)[2], c
                                          const Starts& starts) {
     b = of_warp(b);
     Window windows[2];  // one is loaded while the other is multiplied
+    LastTap last[2];
     load(windows[0], x, starts, 0, 0);
 #pragma unroll
     for (int step = 0; step < TILES_M * K_STEPS; ++step) {
         const int group = step % K_STEPS;
         if (step + 1 < TILES_M * K_STEPS) load(windows[(step + 1) % 2], x, starts, (step + 1) / K_STEPS, (step + 1) % K_STEPS);
         pick(a[step % 2], windows[step % 2], x.zero);
+        if (SHARED) pick_last(last[step / 2 % 2], windows[step % 2], group);
         wgmma_fence();
-        multiply_pairs(acc.value[0][step / K_STEPS], a[step % 2], b + group * (PAIRS * OPERAND), 0, 0, true);
+        multiply_group(acc.value[0][step / K_STEPS], a[step % 2], last[step / 2 % 2], group_of(b, group), 0, 0, true);
         wgmma_commit();
         wgmma_wait<1>();  // those before read A where the next ones' is going to be
     }
@@ -593,15 +639,15 @@ __device__ __forceinline__ int channel_of(int place, const Problem& p) {
 }
 
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][class
-// along D][class along H][chunk][tap along D][tap along H]. A thread has both pieces of a step and a pair of taps; there are fewer
-// than 2^32: the pieces of more are more than a GPU's memory.
+// along D][class along H][chunk][tap along D][tap along H]. A thread has both pieces of a product; there are fewer than 2^32: the
+// pieces of more are more than a GPU's memory.
 extern "C" __global__ void correlate_rows_pack(const Stored* weight, Piece* packed, const Problem p) {
     let_next_kernel_start();
     const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
     unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
     // Consecutive threads read weights near each other.
-    const int pair = (int)(index % PAIRS);
-    index /= PAIRS;
+    const int product = (int)(index % PRODUCTS);
+    index /= PRODUCTS;
     const int tap_h = (int)(index % KERNEL_H);
     index /= KERNEL_H;
     const int tap_d = (int)(index % KERNEL_D);
@@ -609,32 +655,46 @@ extern "C" __global__ void correlate_rows_pack(const Stored* weight, Piece* pack
     const int column = (int)(index % TILE_C);
     index /= TILE_C;
     const int tile_c = (int)take(index, p, 3);
-    const int of_chunk = (int)(index % K_STEPS);
-    index /= K_STEPS;
+    const int of_chunk = (int)(index % (K_STEPS / TOGETHER));
+    index /= K_STEPS / TOGETHER;
     const unsigned group = index / chunks, chunk = index % chunks;
     if (group >= (unsigned)p.groups) return;
 
-    const int co = tile_c * TILE_C + column, first = (int)chunk * CHUNK + of_chunk * PIECE;
+    // Of a pair of taps and one group, or of the last tap and two.
+    const bool is_last = SHARED && product == PRODUCTS - 1;
+    const int of_unit = is_last ? 0 : product / PAIRS, first_tap = is_last ? KERNEL_W - 1 : product % PAIRS * 2;
+    const int co = tile_c * TILE_C + column, first = (int)chunk * CHUNK + (of_chunk * TOGETHER + of_unit) * PIECE;
     const int there = co < p.c_out ? (int)p.c_in : 0;
     weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] + tap_d * p.weight_stride[2] +
-              tap_h * p.weight_stride[3] + 2 * pair * p.weight_stride[4];
+              tap_h * p.weight_stride[3];
+    Channels read[2];  // by taps or by groups
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int c = 0; c < PIECE; ++c) {
+            const int channel = channel_of(first + (is_last ? i * PIECE : 0) + c, p), tap = first_tap + (is_last ? 0 : i);
+            Stored& value = read[i].value[c];
+            zero(value);
+            if (channel < there && tap < KERNEL_W) value = weight[channel * p.weight_stride[0] + tap * p.weight_stride[4]];
+        }
+    }
+    // A piece has one tap of four channels or, of 16 bits, both taps of four or the last one of eight.
     Channels both[2];
 #pragma unroll
-    for (int c = 0; c < PIECE; ++c) {
-        const int channel = channel_of(first + c, p);
-        const Stored* const from = weight + channel * p.weight_stride[0];
+    for (int piece = 0; piece < 2; ++piece) {
 #pragma unroll
-        for (int tap = 0; tap < 2; ++tap) {
-            // A piece has one tap of four channels or, of 16 bits, both taps.
-            Stored& value = IN_WORD == 1 ? both[tap].value[c % PIECE] : both[c / 4 % 2].value[(c % 4 * 2 + tap) % PIECE];
-            zero(value);
-            if (channel < there && 2 * pair + tap < KERNEL_W) value = from[tap * p.weight_stride[4]];
+        for (int i = 0; i < PIECE; ++i) {
+#if DTYPE == FLOAT32
+            both[piece].value[i] = read[piece].value[i];
+#else
+            both[piece].value[i] = is_last ? read[piece].value[i % 2 * 4 + i / 2] : read[i % 2].value[piece * 4 + i / 2];
+#endif
         }
     }
     const PlaceOfTaps place(tap_d, tap_h, (int)chunks);
     const long long slots_of_box = (KERNEL_D * KERNEL_H) * (long long)chunks;
     const long long slot = (group * p.tiles[3] + tile_c) * slots_of_box + place.first + (int)chunk * place.next;
-    packed += slot * SLOT + (of_chunk * PAIRS + pair) * PARTS * OPERAND + column;
+    packed += slot * SLOT + (of_chunk * PRODUCTS + product) * PARTS * OPERAND + column;
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
         Piece parts[PARTS];

@@ -187,8 +187,15 @@ def products_of_box(spec: Specialisation, dtype: str, precision: str | None, til
     geometry, layout = geometry_of(problem), layout_for(spec, problem)
     work = rows.Work(*rows.as_read(geometry, layout), dtype, precision)
     chunks = -(-spec.c_out_per_group // work.chunk(tile))
-    of_a_tap = work.shape.products * tile.k_steps * work.pairs * tile.tiles_m * tile.workers
+    of_a_tap = work.shape.products * work.products_of_slot(tile) * tile.tiles_m * tile.workers
     return of_a_tap * chunks * geometry.kernel[0] * geometry.kernel[1]
+
+
+def shares_last_tap(this: Case) -> bool:
+    """Whether two groups of channels share products, of the last one of an odd number of taps."""
+    problem = padded(this.spec, EXTENTS[len(this.spec.kernel)][0])
+    work = rows.Work(*rows.as_read(geometry_of(problem), layout_for(this.spec, problem)), this.dtype, this.precision)
+    return work.products_of_slot(this.tile) < this.tile.k_steps * work.pairs
 
 
 def padded(spec: Specialisation, extent: Ints, more: int = 0, after_w: int = 0) -> Problem:

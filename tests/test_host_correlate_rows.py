@@ -26,6 +26,7 @@ from host_correlate_rows import (
     on_host,
     padded,
     plan_for,
+    shares_last_tap,
 )
 from host_correlate_wgmma import EXTENTS, LONGEST, SHARED_BYTES, smallest
 from host_gradients import check_drawn, specialisation
@@ -130,6 +131,7 @@ def test_every_kind_of_tile_is_reached() -> None:
             reached[f"{problem_of(plan)['together'][0]} results together"] += 1
             reached["patches"] += any(problem_of(plan)["patches"])
             reached["an odd number of taps"] += d["KERNEL_W"] % 2
+            reached["groups that share the last one"] += shares_last_tap(this)
             reached["taps apart"] += d["KERNEL_W"] > 1 and d["DILATION_W"] > 1
     for kind in (
         *(f"{size} bytes at a time" for size in (0, 4, 8, 16)),
@@ -140,6 +142,7 @@ def test_every_kind_of_tile_is_reached() -> None:
         *(f"{count} results together" for count in (1, 2, 8)),
         "patches",
         "an odd number of taps",
+        "groups that share the last one",
         "taps apart",
     ):
         assert reached[kind], kind
@@ -193,6 +196,7 @@ def test_every_kind_of_boxed_tile_is_reached() -> None:
             reached["channels beyond the last"] += spec.c_out_per_group % channels > 0
             reached["several eights of a chunk"] += channels > 8
             reached["an odd number of taps"] += d["KERNEL_W"] % 2
+            reached["groups that share the last one"] += shares_last_tap(this)
             reached["taps apart"] += d["KERNEL_W"] > 1 and d["DILATION_W"] > 1
             reached["wider steps between taps than positions"] += d["KERNEL_W"] > 1 and d["DILATION_W"] > d["STRIDE_W"]
     for kind in (
@@ -219,6 +223,7 @@ def test_every_kind_of_boxed_tile_is_reached() -> None:
         "channels beyond the last",
         "several eights of a chunk",
         "an odd number of taps",
+        "groups that share the last one",
         "taps apart",
         "wider steps between taps than positions",
     ):
@@ -232,8 +237,9 @@ def test_what_no_tap_reads_does_not_count(dtype: str, in_boxes: bool) -> None:
 
     Nor do the next image's, which follow the last channel, and what lies beyond the rows: NaN.
     """
-    tile = dataclasses.replace(TILE, tiles_m=4, k_steps=2 if in_boxes and dtype == "float32" else 1)
-    for kernel, dilation, after in ((1, 1, 0), (3, 1, 0), (2, 3, 0), (3, 1, 2)):
+    alone = 2 if in_boxes and dtype == "float32" else 1  # groups of channels
+    for kernel, dilation, after, k_steps in ((1, 1, 0, alone), (3, 1, 0, alone), (2, 3, 0, alone), (3, 1, 2, 2)):
+        tile = dataclasses.replace(TILE, tiles_m=4, k_steps=k_steps)
         spec = specialisation((kernel,), (2,), (dilation,), (5, 6), (False, False))
         precision = None if dtype == "float16" else "tf32x3"
         this = Case(dataclasses.replace(spec, shifts=(0,)), dtype, precision, ONE, tile, boxed=in_boxes)
@@ -306,8 +312,14 @@ def faulty_case(tile: Tile, dtype: str = "bfloat16", before_w: int = 1) -> Case:
 
 PASSING = faulty_case(TILE)
 SPLIT = faulty_case(dataclasses.replace(TILE, x_stages=2), "float32")
+ALONE = faulty_case(dataclasses.replace(TILE, k_steps=1), "float32")  # groups come one by one
 IN_USE = "with no wait for it|with no barrier in between|a GPU may miss it|arrives at|a bulk copy wrote"
 TOO_EARLY = "before the wait that covers the copy"
+# How fragments of a step are picked, and what follows.
+PICKED = """pick(a[step % 2], windows[step % 2], x.zero);
+        if (SHARED) pick_last(last[step / 2 % 2], windows[step % 2], group);
+        """
+FENCE, GROUP = "wgmma_fence();\n        multiply_group(acc", "const Group"
 # A replacement in the source, the message of the check that must catch it, and the case.
 FAULTS = {
     "no wait for x": ("            x_ring.wait_until_full();\n", "", UNWRITTEN + "|" + IN_USE, PASSING),
@@ -334,8 +346,8 @@ FAULTS = {
         PASSING,
     ),
     "fragments that products still read": (
-        "pick(a[step % 2], windows[step % 2], x.zero);\n        wgmma_fence();",
-        "pick(a[0], windows[step % 2], x.zero);\n        wgmma_fence();",
+        PICKED + FENCE,
+        PICKED.replace("step % 2", "0", 1) + FENCE,
         "A of a wgmma|" + VALUES,
         PASSING,
     ),
@@ -483,17 +495,34 @@ FAULTS_BOXED = {
     ),
     "a halo of joined rows": ("(JOIN_H ? 0 : REACH_H)", "REACH_H", ELSEWHERE + "|" + NEVER_COME, JOINED["images"][0]),
     "fragments that products still read": (
-        "pick(a[step % 2], windows[step % 2], x.zero);\n        wgmma_fence();\n        multiply_pairs(acc",
-        "pick(a[0], windows[step % 2], x.zero);\n        wgmma_fence();\n        multiply_pairs(acc",
+        PICKED + FENCE,
+        PICKED.replace("step % 2", "0", 1) + FENCE,
         "A of a wgmma",
         BOXED,
     ),
     "fragments that products of three parts still read": (
-        "pick(a[step % 2], windows[step % 2], x.zero);\n        const Operand",
-        "pick(a[0], windows[step % 2], x.zero);\n        const Operand",
+        PICKED + GROUP,
+        PICKED.replace("step % 2", "0", 1) + GROUP,
         "A of a wgmma",
         BOXED_SPLIT,
     ),
+    "the last tap of groups that products still read": (
+        PICKED + FENCE,
+        PICKED.replace("step / 2 % 2", "0") + FENCE,
+        "A of a wgmma",
+        BOXED,
+    ),
+    "the last tap of the second group for both": ("group % 2 * 2 + half", "half", ELSEWHERE, BOXED_GROUPS),
+    "the other half of the last tap's word": (
+        "LAST % 2 ? 0x7632 : 0x5410",
+        "LAST % 2 ? 0x5410 : 0x7632",
+        VALUES,
+        BOXED,
+    ),
+    "the high part of the last tap for both": ("a.value[PARTS - 1][i]);", "a.value[0][i]);", VALUES, BOXED_SPLIT),
+    "weights of the last tap of one group for two": ("is_last ? i * PIECE : 0", "0", VALUES, BOXED_SPLIT),
+    "weights of the last tap in pairs": ("= is_last ? read[piece]", "= false ? read[piece]", VALUES, BOXED),
+    "weights of the group before": ("group % TOGETHER * PAIRS", "0 * PAIRS", VALUES, BOXED),
     "the other half of a word": ("(first % 2 ? 0x32 : 0x10)", "(first % 2 ? 0x10 : 0x32)", VALUES, BOXED),
     "the other half of the second tap's word": (
         "second % 2 ? 0x7600 : 0x5400",
@@ -506,7 +535,7 @@ FAULTS_BOXED = {
         "a.value[part][pair][i] = zero;",
         "a.value[part][pair][i] = ~0u;",
         VALUES,
-        BOXED_SPLIT,
+        ALONE,
     ),
 }
 
@@ -536,8 +565,14 @@ def test_fault_is_caught(fault: tuple[str, str, str, Case]) -> None:
 
 @pytest.mark.parametrize(
     "this",
-    [PASSING, SPLIT, BOXED, WHOLE_H, BOXED_SPLIT, BOXED_GROUPS, JOINED["images"][0]],
-    ids=["16 bits", "3xTF32", "16 bits, boxed", "whole along H", "3xTF32, boxed", "groups, boxed", "joined along H"],
+    [PASSING, SPLIT, ALONE, BOXED, WHOLE_H, BOXED_SPLIT, BOXED_GROUPS, JOINED["images"][0]],
+    ids=[
+        "16 bits",
+        "3xTF32",
+        "groups alone",
+        *(f"{which}, boxed" for which in ("16 bits", "whole along H", "3xTF32", "groups")),
+        "joined along H",
+    ],
 )
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this, kernel_sources("correlate_rows.cu"))

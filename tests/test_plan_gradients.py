@@ -259,7 +259,7 @@ def test_small_y_in_rows_is_turned_before() -> None:
 @pytest.mark.parametrize(
     ("operation", "problem", "dtype", "precision", "kernel"),
     [
-        ("correlate", FIXED["kb61"], "float32", None, "correlate_wgmma"),
+        ("correlate", case((8, 48, 64, 64, 64), 48, 3), "float32", None, "correlate_wgmma"),
         ("correlate", FIXED["kb61"], "float32", "ieee", "correlate"),
         ("correlate", FIXED["kb61"], "float64", None, "correlate"),
         ("correlate", FIXED["kb58"], "bfloat16", None, "correlate_wgmma"),
