@@ -112,6 +112,9 @@ class Plan:
     cost : float
         Estimated clocks of one multiprocessor for the whole launch; good for comparing proposals only. What tiles reach
         beyond the edges is left out, so that the choice, like the defines, depends on neither N nor extents.
+    clocks : float
+        Estimated clocks of the call for its size, where that is compared with another kernel's: of the two for weight
+        gradients of rows. Otherwise 0.
     packed_words, packed_a_thread : int
         Size of the repacked weights in 4-byte words, and how many one thread of ``<kernel>_pack`` writes; 0 when the
         kernel reads the weights as they are.
@@ -161,6 +164,7 @@ class Plan:
     images: Ints = ()
     problem_of_next: Ints = ()
     turn_shared_bytes: int = 0
+    clocks: float = 0.0
     tile: Any = field(default=None, compare=False)
     tuned: bool = field(default=False, compare=False)
     refused: tuple[str, ...] = field(default=(), compare=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, inf, prod
 
 from cuconvt.geometry import Geometry
@@ -50,6 +50,10 @@ THREADS_A_MULTIPROCESSOR = 384  # at most 168 registers a thread, so that accumu
 BATCH = 4  # loads in flight a thread, of stage_box in kernels/boxes.cuh
 RESERVED_BYTES = 1024  # shared memory that the hardware keeps for itself, a block
 COMPARED = 2.6  # what the estimate is more optimistic than those of the tensor cores' kernels, measured on an H200
+
+
+# Of two kernels that are compared by size, too, the one with the higher cost takes less time up to this ratio.
+WORTH_COMPARING = 1.6
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,25 @@ def make_weight_gradient_plan(
         plan_weight_gradient_few_channels,
     )
     proposals = [family(geometry, dtype, layout, precision, device) for family in families]
-    for last in (plan_weight_gradient_wgmma, plan_weight_gradient):
-        proposals.append(last(geometry, dtype, layout, precision, device, most=least_cost(proposals)))
-    return best_of(geometry, proposals)
+    for last, times in (plan_weight_gradient_wgmma, WORTH_COMPARING), (plan_weight_gradient, 1):
+        most = least_cost(proposals)
+        if any(isinstance(other, Plan) and other.clocks for other in proposals):
+            most *= times
+        proposals.append(last(geometry, dtype, layout, precision, device, most=most))
+    return _fastest_for_size(best_of(geometry, proposals), proposals)
+
+
+def _fastest_for_size(best: Plan, proposals: list[Plan | Refusal]) -> Plan:
+    """Return the best plan, or one that takes less time for this size, by estimates that compare."""
+    if not best.clocks:
+        return best
+    plans = [plan for plan in proposals if isinstance(plan, Plan) and plan.clocks]
+    fastest = min(plans, key=lambda plan: plan.clocks)
+    if fastest.kernel == best.kernel:
+        return best
+    by_cost = f"{fastest.kernel}: cost {fastest.cost:.3g} against {best.cost:.3g}"
+    by_size = f"{best.kernel}: {best.clocks:.3g} clocks against {fastest.clocks:.3g} for this size"
+    return replace(fastest, refused=(by_size, *(reason for reason in best.refused if reason != by_cost)))
 
 
 def plan_weight_gradient(

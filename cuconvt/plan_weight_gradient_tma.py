@@ -31,6 +31,8 @@ from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
     FEW_PARTS,
     MAX_WORKSPACE_BYTES,
+    OF_TURNED,
+    are_compared_by_size,
     shares,
 )
 from cuconvt.plan_weight_gradient_tma_sides import Sides
@@ -102,6 +104,7 @@ def _in_launches(plan: Plan, launches: int, images: Geometry, layout: Layout, it
     return dataclasses.replace(
         plan,
         cost=launches * plan.cost,
+        clocks=launches * plan.clocks,
         images=(launches, *steps),
         problem_of_next=(*plan.problem[:PATCHES], 1, *plan.problem[PATCHES + 1 :]),
     )
@@ -184,6 +187,11 @@ def plan_images(
         ("WORKER_REGISTERS", tile.registers),
         ("COPIER_REGISTERS", COPIER_REGISTERS),
     )
+    clocks = 0.0
+    if sides.turn_y is not None and are_compared_by_size(geometry, layout):
+        of_launch, of_turning, beside = OF_TURNED[itemsize]
+        turning = work.turning_clocks() * g.n * prod(g.x_extent) / device.multiprocessors
+        clocks = of_launch * choice.clocks + of_turning * turning + beside
     patches = work.tiles_of_channels(tile) * tile.tiles_m * tile.rows // 16 * tile.tiles_n
     blocks = -(-patches // work.patches_together())
     in_order = share.parts <= FEW_PARTS and blocks >= device.multiprocessors // 2 and work.adds_in_order(tile)
@@ -209,6 +217,7 @@ def plan_images(
         turns=tuple(number for turn in turns for number in (turn or (0,) * TURN_FIELDS)) if any(turns) else (),
         turn_blocks=sum(turn[-1] for turn in turns if turn),
         turn_shared_bytes=max(side.shared_bytes if side else 0 for side in (sides.turn_x, sides.turn_y)),
+        clocks=clocks,
         tile=tile,
     )
 

@@ -27,6 +27,8 @@ from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
     FEW_PARTS,
     LARGEST_BOX,
+    OF_ROWS,
+    are_compared_by_size,
     shares,
 )
 from cuconvt.plan_weight_gradient_wgmma_work import ITEMSIZES, STAGER_REGISTERS, STAGES, Shape, Tile, Work
@@ -73,6 +75,11 @@ def plan_weight_gradient_wgmma(
         return Refusal(name, f"{tiles} tiles, or their boxes, are more than it counts")
     box, parts = choice
     boxes = tuple(-(-x // b) for x, b in zip(geometry.x_extent, box, strict=True))
+    clocks = 0.0
+    if are_compared_by_size(geometry, layout):
+        boxed, by_threads, beside = OF_ROWS[work.itemsize]
+        launch = work.time(tile, box, parts, geometry, device)
+        clocks = (boxed if work.reach(tile).boxed else by_threads) * launch + beside
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
         *axis_macros(KERNEL=geometry.kernel, STRIDE=geometry.stride, DILATION=geometry.dilation),
@@ -111,6 +118,7 @@ def plan_weight_gradient_wgmma(
         sums=tiles * tile.values if parts > 1 else 0,
         sums_a_block=tile.sums_a_block if 1 < parts <= FEW_PARTS else 0,
         maps=work.maps(tile, box, dtype, geometry, layout) if work.reach(tile).boxed else (),
+        clocks=clocks,
         tile=tile,
     )
 
