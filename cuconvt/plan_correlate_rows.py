@@ -72,8 +72,8 @@ def plan_tile(
         return Refusal("correlate_rows", "the sums of this tile do not fit into registers")
     index64 = reads_need_64_bits(geometry, layout, box.extent)
     own = {"PAD_W": g.pad_before[2] % g.stride[2], "INDEX64": index64, "BOXED": work.boxed}
-    own |= {"WHOLE_H": tile.whole_h, "JOIN_H": work.join_h}
-    copied = work.next_channel(box) if work.boxed else work.bytes_copied(g, read)
+    own |= {"WHOLE_H": tile.whole_h, "JOIN_H": work.join_h, "SWIZZLED": tile.swizzled}
+    copied = work.next_channel(tile, box) if work.boxed else work.bytes_copied(g, read)
     return Plan(
         kernel="correlate_rows",
         defines=wgmma_defines(g, dtype, read, precision, tile, own, registers),
@@ -125,16 +125,24 @@ def choose_tile(shape: Shape, device: Device) -> tuple[Tile, float] | None:
 @remembered(Tile)
 def choose_tile_of_size(shape: Shape, times: int, extents: Ints, device: Device) -> tuple[Tile, float] | None:
     """Return the best of the tiles whose x copies bring, for so many positions so many times."""
-    return best_tile_of_size(Work.of(shape), tiles_of_any_size(shape), times, extents, device)
+    work = Work.of(shape)
+    return best_tile_of_size(work, tiles_of_any_size(shape, work.swizzled_width <= extents[2]), times, extents, device)
 
 
-@functools.lru_cache(maxsize=4)
-def tiles_of_any_size(shape: Shape) -> list[Tile]:
-    """Return the tiles whose x copies bring, with few slots for weights and with more."""
-    return with_longer_rings(list(tiles(Work.of(shape))))
+@functools.lru_cache(maxsize=8)
+def tiles_of_any_size(shape: Shape, are_wide: bool = False) -> list[Tile]:
+    """Return the tiles whose x copies bring, with few slots for weights and with more.
+
+    Boxes of swizzled rows all have the same positions along W: there are some where extents are wide enough for them.
+    """
+    work = Work.of(shape)
+    every = list(tiles(work))
+    if are_wide and work.can_swizzle:
+        every += tiles(work, swizzled=True)
+    return with_longer_rings(every)
 
 
-def tiles(work: Work) -> Iterator[Tile]:
+def tiles(work: Work, swizzled: bool = False) -> Iterator[Tile]:
     """Yield the tiles that a problem may use, whatever N and extents."""
     shape = work.shape
     eights = -(-shape.c_out // 8)
@@ -157,6 +165,7 @@ def tiles(work: Work) -> Iterator[Tile]:
             all_phases=False,
             min_blocks=blocks,
             whole_h=whole_h,
+            swizzled=swizzled,
         )
         steps = tiles_m * k_steps
         if work.boxed and (work.channels(tile) % 8 or not work.are_whole(tile)):

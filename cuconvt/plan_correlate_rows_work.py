@@ -31,6 +31,10 @@ REGISTERS = {
     (2, 1, 1): ((208, 88),),
 }
 MAX_STAGED = 2**16 - 1  # words of a channel
+SWIZZLED_WORDS = 32  # of a row of 128 bytes
+# Of the estimate, by bytes of an element and products, but for 16 bits of few channels: of 116 cells.
+OF_SWIZZLED = {(4, 3): 0.96, (4, 1): 0.94, (2, 1): 0.96}
+FEW_SWIZZLED = 64
 MAX_JOINED = MAX_BOX - 8  # numbers of a row: another piece of 16 bytes may follow (see `Work.row_words`)
 # Rates of an H200's multiprocessor, per clock, and more of the estimate, as far as it is another than that of
 # plan_correlate_wgmma_work: fitted to 500 tiles' times for 20 problems.
@@ -160,6 +164,11 @@ class Work(correlate_wgmma.Work):
         self.pairs = -(-s.kernel[2] // 2)
         self.live = [*self.live[:2], 1]
         self.halo = (*self.halo[:2], elements[-1] // stride)
+        is_whole = self.halo[2] == 0 and not before and self.first_unit % self.aligned == 0
+        self.can_swizzle = s.boxes and not s.join_h and is_whole and 4 % self.unit == 0
+        self.swizzled_width = SWIZZLED_WORDS // self.unit  # positions of such a row
+        are_few = s.itemsize == 2 and s.c_in <= FEW_SWIZZLED
+        self.of_swizzled = 1 if are_few else OF_SWIZZLED[s.itemsize, s.products]
 
     def compared_cost(self, clocks: float) -> float:
         """Return what is compared with other kernels' estimates, for the clocks of a position."""
@@ -228,11 +237,13 @@ class Work(correlate_wgmma.Work):
     def stages(self, tile: Tile) -> int:
         return self.live[0] * self.live_h(tile) * -(-self.shape.c_in // self.channels(tile))
 
-    def row_words(self, positions: int) -> int:
+    def row_words(self, tile: Tile, positions: int) -> int:
         """Return the words of a row that copies bring: eight positions of four channels lie in different banks.
 
         The channels are neighbours or every second one, see `next_channel`.
         """
+        if tile.swizzled:
+            return SWIZZLED_WORDS
         width = self.shape.kernel[1] * positions if self.join_h else self.staged_width(positions)
         pieces = -(-width * self.unit // 4)
         return 4 * (pieces + (pieces % 4 == 0))
@@ -255,9 +266,9 @@ class Work(correlate_wgmma.Work):
         """Return the classes along H."""
         return 1 if tile.whole_h or self.join_h else self.live[1]
 
-    def next_channel(self, box: Box) -> int:
+    def next_channel(self, tile: Tile, box: Box) -> int:
         """Return which other one of eight channels a lane has that reads some channel."""
-        return 1 if self.row_words(box.extent[2]) // 4 % 2 else 4
+        return 1 if tile.swizzled or self.row_words(tile, box.extent[2]) // 4 % 2 else 4
 
     def map_of_rows(self, tile: Tile, box: Box, dtype: str, geometry: Geometry, layout: Layout) -> TensorMap:
         """Return the map of x: of rows, whose axes are W, channels, H, D and N; a copy brings a slice along D."""
@@ -271,8 +282,8 @@ class Work(correlate_wgmma.Work):
             (of_n, of_w, of_d, of_h, of_channels),
             (1, self.lines(tile, box.extent[1]), self.channels(tile)),
             (1, self.gap_h(tile), 1),
-            self.row_words(box.extent[2]) * 4 // self.shape.itemsize,
-            plain=True,
+            self.row_words(tile, box.extent[2]) * 4 // self.shape.itemsize,
+            plain=not tile.swizzled,
         )
 
     def boxes(self, tile: Tile, extents: Ints, rows: int = 0) -> Iterator[Box]:
@@ -281,11 +292,16 @@ class Work(correlate_wgmma.Work):
             yield from super().boxes(tile, extents, rows)
             return
         rows = rows or tile.rows
-        for w in self._joined_widths(extents[2], rows) if self.join_h else widths(extents[2], rows):
+        for w in self._widths(tile, extents[2], rows):
             for d in few(extents[0]):
                 if d * w > rows:
                     break
                 yield self._box(tile, (d, even_extent(extents[1], rows // (d * w)), w), (0, 0), 0)
+
+    def _widths(self, tile: Tile, extent: int, rows: int) -> list[int]:
+        if tile.swizzled:
+            return [self.swizzled_width]
+        return self._joined_widths(extent, rows) if self.join_h else widths(extent, rows)
 
     def _joined_widths(self, extent: int, rows: int) -> list[int]:
         """Return the extents of boxes along W where rows are joined: they are not cut.
@@ -343,7 +359,7 @@ class Work(correlate_wgmma.Work):
             return False
         _, h, w = box.extent
         span = (self.lines(tile, h) - 1) * self.gap_h(tile) + 1
-        return max(span, self.row_words(w) * 4 // self.shape.itemsize, self.channels(tile)) <= MAX_BOX
+        return max(span, self.row_words(tile, w) * 4 // self.shape.itemsize, self.channels(tile)) <= MAX_BOX
 
     @of_tile
     def _bytes_of_boxed(self, tile: Tile) -> tuple[int, int]:
@@ -357,7 +373,7 @@ class Work(correlate_wgmma.Work):
         """Add the words of a channel: all of the box with its halo, and up to what the last row's last tap reads."""
         if self.boxed:
             d, h = extent[0] + self.halo[0], self.lines(tile, extent[1])
-            return Box(extent, patches, d * h * self.row_words(extent[2]), 0)
+            return Box(extent, patches, d * h * self.row_words(tile, extent[2]), 0)
         d, h = extent[0] + self.halo[0], extent[1] + self.halo[1]
         w = self.width(tile, extent[2])
         reads = last_row + (self.halo[0] * h + self.halo[1]) * w + self.aligned - 1 + self.halo[2] + 1
@@ -371,13 +387,14 @@ class Work(correlate_wgmma.Work):
         divisors = (width * self.unit // max(1, copied // 4), lines, w, h)
         if self.shape.out_channels_last:
             divisors = (*divisors[:2], width, 1)
-        plane = self.row_words(w) if self.boxed else box.plane
+        plane = self.row_words(tile, w) if self.boxed else box.plane
         return (*box.extent, plane, *box.patches, blocks, *(magic(divisor) for divisor in divisors))
 
     def clocks(self, tile: Tile, box: Box) -> float:
         """Estimate a multiprocessor's clocks for one box."""
         if self.boxed:
-            return self.clocks_of_norm(tile, box) * self._beside_rounds(tile)
+            clocks = self.clocks_of_norm(tile, box) * self._beside_rounds(tile)
+            return clocks * self.of_swizzled if tile.swizzled else clocks
         s, columns = self.shape, self.columns(tile)
         assert isinstance(s, Shape)
         steps = self.slots(tile) * tile.tiles_m * tile.workers * tile.k_steps
@@ -439,7 +456,7 @@ class Work(correlate_wgmma.Work):
         d = box.extent[0]
         slices = self.live_h(tile) * self._slices(d)
         staged = of_tile.chunks * slices * box.plane // (d + self.halo[0]) * self.channels(tile) * 4
-        rows = staged / (4 * self.row_words(box.extent[2]))
+        rows = staged / (4 * self.row_words(tile, box.extent[2]))
         copies = staged / r.copied + of_tile.chunks * slices * r.copy + rows * r.row + of_tile.weights
         outputs = prod(box.extent) * min(8 * tile.tiles_c, s.c_out)
         read = prod(box.extent) * s.stride[2] * self.live[1] * s.c_in * s.itemsize * self.live[0]

@@ -197,6 +197,7 @@ class WorkOnPlanes(Sizes, ABC):
             tile.boxed,
             tile.whole_h,
             tile.flat,
+            tile.swizzled,
         )
         return tuple(map(int, kind))
 

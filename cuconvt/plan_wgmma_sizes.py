@@ -65,6 +65,7 @@ class Tile:
     whole_h: bool = field(default=False, kw_only=True)  # whether a box has all rows that taps along H read
     # Where the rows of a plane of x are one row of a copy, the positions of each; any number stands for a problem's.
     flat: int = field(default=0, kw_only=True)
+    swizzled: bool = field(default=False, kw_only=True)  # whether rows of x are 128 bytes, in the order of copies
 
     @property
     def rows(self) -> int:
@@ -434,7 +435,7 @@ class Sizes:
             targets = round_up(rows * self.outputs(tile), 128 * together) * (tile.team // together)
         turned *= tile.workers // together
         before = barriers + (FILL_BYTES if self.shape.plane_step > 1 else 0) + tile.ring * self.slot_bytes(tile)
-        return (round_up(before, SWIZZLED) if tile.boxed else before) + turned, targets, of_position
+        return (round_up(before, SWIZZLED) if tile.boxed or tile.swizzled else before) + turned, targets, of_position
 
     def fits(self, tile: Tile, box: Box, device: Device) -> bool:
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own.

@@ -27,6 +27,9 @@
 #ifndef K_STEPS  // groups of channels that are staged at a time
 #define K_STEPS 2
 #endif
+#ifndef SWIZZLED  // whether rows are 128 bytes without a halo, in the order in which copies put their pieces then
+#define SWIZZLED 0
+#endif
 #define SPLIT_BY_WORKERS 1
 #include "correlate_box.cuh"
 
@@ -76,10 +79,12 @@ static_assert(HAS_BITS, "an item has a bit for each class along D and H");
 static_assert(!X_CHANNELS_LAST && !MERGE_W && !TAKE_TURNS, "rows of x, a position's taps at once, and one team");
 static_assert(BOXED || !(WHOLE_H || JOIN_H), "threads bring the rows of one class");
 static_assert(!JOIN_H || (!WHOLE_H && KERNEL_H == STRIDE_H && DILATION_H == 1 && PAD_W == 0 && REACH_W == 0), "taps share no row");
+static_assert(!SWIZZLED || (BOXED && !JOIN_H && UNITS == 1 && BEFORE == 0 && 4 % UNIT == 0), "whole rows, and a position's words are of one piece");
 static_assert(!BOXED || (!OUT_CHANNELS_LAST && CHUNK % 8 == 0), "rows out, and eights of channels");
 static_assert(TILES_M * K_STEPS % 2 == 0, "fragments alternate, from one call of `multiply` to the next, too");
 static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2, "words are loaded two steps ahead of what still reads A");
 
+constexpr int STAGES_AT = round_up(BARRIER_BYTES + RING * SLOT * (int)sizeof(Piece), SWIZZLED ? 1024 : 128);  // bytes
 constexpr int IN_FLIGHT = X_STAGES - 2;  // stages whose copies may be under way while one is used and one waits
 
 // ---- staging ---------------------------------------------------------------------------------------------------------
@@ -265,7 +270,8 @@ __device__ __forceinline__ Starts find_starts_of_words(const int (&start)[TILES_
             const int row = start[tile] + threadIdx.x / 32 % 4 * 16 + half * 8 + threadIdx.x % 32 / 4;
             const int line = (int)quotient(row, p.box_magic[2]), d = (int)quotient(line, p.box_magic[3]);
             const int w = row - line * s.w, h = line - d * s.h;
-            starts.value[tile][half] = d < s.d ? (d * of.slice + h * STEP_H * of.line + w * UNIT) * 4 : 0;
+            const int of_row = w * UNIT * 4 ^ (SWIZZLED ? (int)threadIdx.x % 4 * 32 : 0);  // of the thread's first channel
+            starts.value[tile][half] = d < s.d ? (d * of.slice + h * STEP_H * of.line) * 4 + of_row : 0;
         }
     }
     return starts;
@@ -284,8 +290,8 @@ __device__ __forceinline__ Words words_of_taps(const unsigned* stage, const Prob
 }
 
 __device__ __forceinline__ SharedWords words_of(const Words& x, const Starts& starts, int tile, int half, int group, int channel) {
-    const int of_eight = group * PIECE % 8 / 4 + channel;
-    return x.first + (starts.value[tile][half] + group * PIECE / 8 * x.next_eight + of_eight * x.next_channel);
+    const int of_eight = group * PIECE % 8 / 4 + channel, start = starts.value[tile][half] ^ (SWIZZLED ? of_eight * 16 : 0);
+    return x.first + (start + group * PIECE / 8 * x.next_eight + of_eight * x.next_channel);
 }
 #else
 // Where a thread's words of a row of taps are.
@@ -498,11 +504,11 @@ constexpr bool LAGS = true;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     correlate_rows(Source x, const Piece* packed, const Stored* bias, Stored* out, const Problem p) {
-    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    extern __shared__ __align__(SWIZZLED ? 1024 : 128) unsigned char shared_bytes[];
     const Staged s = staged_box(p);
     Barrier* const barriers = reinterpret_cast<Barrier*>(shared_bytes);
     Piece* const slots = reinterpret_cast<Piece*>(shared_bytes + BARRIER_BYTES);
-    Piece* const stages = slots + RING * SLOT;
+    Piece* const stages = reinterpret_cast<Piece*>(shared_bytes + STAGES_AT);
     Turned* const turned = reinterpret_cast<Turned*>(stages + X_STAGES * stage_pieces(p, s));
     Target* const targets = reinterpret_cast<Target*>(turned + 1);
 #if !BOXED

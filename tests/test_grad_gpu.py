@@ -308,6 +308,54 @@ def test_strided_rows_that_copies_bring(
         check(operation, BOXED_ROWS[name], dtype, cupy, precision)
 
 
+# Rows without a halo, in boxes of 128 bytes along W.
+SWIZZLED_ROWS = {
+    "volume": BOXED_ROWS["volume"],
+    "by_four": BOXED_ROWS["by_four"],
+    "narrow": case((2, 48, 9, 7, 12), 40, 2, stride=2),
+    "ragged": case((2, 35, 9, 21, 69), 33, (3, 3, 2), stride=2, padding=(1, 1, 0), out_layout="cropped"),
+    "grouped": case((3, 96, 33, 72), 96, (5, 2), stride=2, padding=(2, 0), groups=3),
+    "one_axis": case((2, 40, 515), 24, 3, stride=4, out_layout="cropped"),
+}
+
+
+@pytest.fixture(params=[0, 1], ids=["rows_of_a_class", "all_rows"])
+def by_swizzled(request: Any) -> Iterator[None]:
+    """Take any tile with such rows."""
+    from cuconvt import cuda_gradients
+    from cuconvt import plan_correlate_rows as rows
+
+    def plan_any(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Plan:
+        work = rows.Work(*rows.as_read(geometry, layout), dtype, precision)
+        whole_h = request.param == 1 and work.live[1] > 1
+        assert work.can_swizzle
+        tiles = [tile for tile in rows.tiles(work, swizzled=True) if tile.whole_h == whole_h]
+        random.Random(str(geometry)).shuffle(tiles)
+        plans = (rows.plan_tile(geometry, dtype, layout, precision, device, tile) for tile in tiles)
+        plan = next(plan for plan in plans if isinstance(plan, Plan))
+        assert plan.maps[0].swizzled_bytes == 128
+        return plan
+
+    with planned_by(plan_any, cuda_gradients, "make_correlate_plan", cuda_gradients._prepare_correlate):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32"), ("float32", "tf32x3")]
+)
+@pytest.mark.parametrize("name", SWIZZLED_ROWS)
+def test_swizzled_rows_that_copies_bring(
+    cupy: Any, by_swizzled: None, name: str, dtype: str, precision: str | None
+) -> None:
+    for operation in ("input", "conv"):
+        check(operation, SWIZZLED_ROWS[name], dtype, cupy, precision)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "tf32x3"])
+def test_special_values_of_swizzled_rows(cupy: Any, by_swizzled: None, precision: str) -> None:
+    special_values_land_where_the_definition_puts_them(SWIZZLED_ROWS["volume"], precision)
+
+
 # Rows of taps along H that are whole 16 bytes together.
 JOINED_ROWS = [
     (case((3, 64, 14, 14), 48, 2, stride=2), "float16", None),

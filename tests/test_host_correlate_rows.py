@@ -299,6 +299,43 @@ def test_joined_rows(name: str) -> None:
     assert found == {4 if name == "by four" else 1}
 
 
+# ---- rows of 128 bytes -----------------------------------------------------------------------------------------------
+
+
+def swizzled_case(kernel: Ints, stride: Ints, dtype: str, precision: str | None, **fields: Any) -> Case:
+    """Return a case whose boxes have rows of 128 bytes, in the order of copies."""
+    spec = specialisation(kernel, stride, (1,) * len(kernel), (12, 20), (False, False))
+    spec = of_whole_rows(dataclasses.replace(spec, groups=1, shifts=(*(None,) * (len(kernel) - 1), 0)))
+    k_steps = 4 if dtype == "float32" else 2  # two eights of channels, of which lanes have two each
+    tile = dataclasses.replace(TILE, **{"k_steps": k_steps, "x_stages": 2, "swizzled": True, **fields})
+    return Case(spec, dtype, precision, ONE, tile, boxed=True)
+
+
+SWIZZLED = {
+    "16 bits": swizzled_case((2, 2), (2, 2), "bfloat16", None),
+    "16 bits, by four": swizzled_case((3, 3), (2, 4), "float16", None, whole_h=True),
+    "16 bits, by eight": swizzled_case((2, 7), (2, 8), "bfloat16", None),
+    "TF32": swizzled_case((3, 2), (2, 2), "float32", "tf32", whole_h=True),
+    "TF32, by four, with classes": swizzled_case((3, 4), (2, 4), "float32", "tf32"),
+    "3xTF32": swizzled_case((2, 2), (2, 2), "float32", "tf32x3"),
+    "3xTF32, a volume": swizzled_case((3, 2, 2), (2, 2, 2), "float32", "tf32x3"),
+}
+
+
+@pytest.mark.parametrize("name", SWIZZLED)
+def test_swizzled_rows(name: str) -> None:
+    this = SWIZZLED[name]
+    others = (3,) * (len(this.spec.kernel) - 2)
+    with on_host(this):
+        for extent in ((5, 37), (3, 9), (2, 70)):  # several boxes along W, and a narrower result
+            problem = padded(this.spec, (*others, *extent))
+            plan = plan_for(this, problem)
+            assert plan.maps[0].swizzled_bytes == 128
+            assert dict(plan.defines)["SWIZZLED"] == 1
+            for operation in ("input", "conv"):
+                check(operation, problem, this.dtype, precision=this.precision, calls=1)
+
+
 # ---- planted faults --------------------------------------------------------------------------------------------------
 
 
@@ -483,8 +520,21 @@ FAULTS_BOXED = {
         ELSEWHERE,
         WHOLE_H,
     ),
-    "a position along H as near as a tap": ("h * STEP_H * of.line + w", "h * of.line + w", ELSEWHERE, WHOLE_H),
+    "a position along H as near as a tap": ("h * STEP_H * of.line) * 4", "h * of.line) * 4", ELSEWHERE, WHOLE_H),
     "rows of a class where there are all": ("(int)p.box[1] - 1) * STEP_H +", "(int)p.box[1] - 1) +", IN_USE, WHOLE_H),
+    "pieces of a row as they are in memory": ("(int)threadIdx.x % 4 * 32", "0", VALUES, SWIZZLED["16 bits"]),
+    "pieces of a thread's other channel": (
+        "SWIZZLED ? of_eight * 16",
+        "false ? of_eight * 16",
+        VALUES,
+        SWIZZLED["TF32"],
+    ),
+    "stages that are not aligned": (
+        "SWIZZLED ? 1024 : 128);",
+        "128);",
+        "align|" + VALUES,
+        SWIZZLED["3xTF32"],
+    ),
     "positions beyond the box": ("d < s.d ? (d * of.slice", "true ? (d * of.slice", ELSEWHERE, BOXED),
     "joined rows of another tap": ("(int)p.box[2] * UNIT : AxisH", "0 : AxisH", VALUES, JOINED["images"][0]),
     "joined rows as far apart as others": (
@@ -541,7 +591,9 @@ FAULTS_BOXED = {
 
 
 def run(this: Case, sources: dict[str, str]) -> None:
-    if len(this.spec.kernel) == 2 and this.boxed:
+    if this.tile.swizzled:
+        problems = [padded(this.spec, extent) for extent in ((5, 37), (3, 9))]
+    elif len(this.spec.kernel) == 2 and this.boxed:
         problems = [padded(this.spec, extent) for extent in ((19, 14), (7, 6))]
     elif this.boxed:
         problems = of_each_other_channel(this)

@@ -492,11 +492,35 @@ def test_rows_of_whole_pieces_are_copied_by_boxes(
         assert bool(plan.maps) == dict(plan.defines)["BOXED"] == expected
         if expected:
             steps, (of_map,) = (16 // (4 if dtype == "float32" else 2)), plan.maps
-            assert of_map.plain
             assert of_map.extents == (2 * width, channels, 8, 8, 2)
+            if dict(plan.defines)["SWIZZLED"]:
+                assert (of_map.swizzled_bytes, plan.problem[AT.index("x_vector")]) == (128, 1)
+                continue
+            assert of_map.plain
             # Eight positions of four channels, neighbours or every second one, in different banks.
             pieces, next_channel = divmod(of_map.channels, steps)[0], plan.problem[AT.index("x_vector")]
             assert (pieces % 2, pieces % 4) in ((1, 1), (1, 3)) if next_channel == 1 else pieces % 4 == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "dtype", "swizzled"),
+    [
+        (case((8, 1024, 32, 32), 512, 2, 2), "bfloat16", True),  # 74 to 61 us
+        (case((2, 256, 16, 16, 16), 128, 2, 2), "float32", True),  # 29 to 26 us
+        (case((2, 320, 16, 20, 32), 256, (1, 2, 2), (1, 2, 2)), "bfloat16", True),
+        (case((2, 256, 16, 16, 16), 128, 2, 2), "bfloat16", False),  # rows of 64 bytes
+        (case((8, 64, 128, 128), 32, 2, 2), "bfloat16", False),  # few channels
+        (case((8, 256, 32, 32), 128, 3, 2, 1, 1), "bfloat16", False),  # a halo
+        (case((4, 32, 128, 100), 256, 3, 3), "float32", False),  # 128 bytes are no whole positions
+        (case((8, 512, 32, 32), 512, 8, 8), "float32", False),  # a position has two pieces
+    ],
+)
+def test_rows_of_128_bytes_come_in_the_order_of_copies(problem: Problem, dtype: str, swizzled: bool) -> None:
+    geometry, precision = geometry_of(problem), "tf32" if dtype == "float32" else None
+    plan = plan_correlate_rows(geometry, dtype, layout_of(geometry), precision, DEVICES[90])
+    assert isinstance(plan, Plan)
+    assert dict(plan.defines)["SWIZZLED"] == swizzled
+    assert [m.swizzled_bytes for m in plan.maps] == [128 if swizzled else 0]
 
 
 @pytest.mark.parametrize(
