@@ -79,7 +79,8 @@ static_assert(HAS_BITS, "an item has a bit for each class along D and H");
 static_assert(!X_CHANNELS_LAST && !MERGE_W && !TAKE_TURNS, "rows of x, a position's taps at once, and one team");
 static_assert(BOXED || !(WHOLE_H || JOIN_H), "threads bring the rows of one class");
 static_assert(!JOIN_H || (!WHOLE_H && KERNEL_H == STRIDE_H && DILATION_H == 1 && PAD_W == 0 && REACH_W == 0), "taps share no row");
-static_assert(!SWIZZLED || (BOXED && !JOIN_H && UNITS == 1 && BEFORE == 0 && 4 % UNIT == 0), "whole rows, and a position's words are of one piece");
+static_assert(!SWIZZLED || (BOXED && !JOIN_H && UNITS == 1 && BEFORE == 0 && 4 % UNIT == 0),
+              "a position's words are of one piece, and all that its taps read");
 static_assert(!BOXED || (!OUT_CHANNELS_LAST && CHUNK % 8 == 0), "rows out, and eights of channels");
 static_assert(TILES_M * K_STEPS % 2 == 0, "fragments alternate, from one call of `multiply` to the next, too");
 static_assert(PRECISION == TF32X3 || TILES_M * K_STEPS > 2, "words are loaded two steps ahead of what still reads A");
