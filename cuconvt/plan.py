@@ -111,7 +111,8 @@ class Plan:
         The run-time parameters, in the order of ``struct Problem`` in ``kernels/common.cuh``.
     cost : float
         Estimated clocks of one multiprocessor for the whole launch; good for comparing proposals only. What tiles reach
-        beyond the edges is left out, so that the choice, like the defines, depends on neither N nor extents.
+        beyond the edges is left out, so that the choice, like the defines, depends on neither N nor extents, unless
+        `clocks` decide.
     clocks : float
         Estimated clocks of the call for its size, where that is compared with another kernel's: of the two for weight
         gradients of rows. Otherwise 0.

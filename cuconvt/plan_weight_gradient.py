@@ -50,8 +50,6 @@ THREADS_A_MULTIPROCESSOR = 384  # at most 168 registers a thread, so that accumu
 BATCH = 4  # loads in flight a thread, of stage_box in kernels/boxes.cuh
 RESERVED_BYTES = 1024  # shared memory that the hardware keeps for itself, a block
 COMPARED = 2.6  # what the estimate is more optimistic than those of the tensor cores' kernels, measured on an H200
-
-
 # Of two kernels that are compared by size, too, the one with the higher cost takes less time up to this ratio.
 WORTH_COMPARING = 1.6
 
@@ -107,11 +105,9 @@ def make_weight_gradient_plan(
         plan_weight_gradient_few_channels,
     )
     proposals = [family(geometry, dtype, layout, precision, device) for family in families]
-    for last, times in (plan_weight_gradient_wgmma, WORTH_COMPARING), (plan_weight_gradient, 1):
-        most = least_cost(proposals)
-        if any(isinstance(other, Plan) and other.clocks for other in proposals):
-            most *= times
-        proposals.append(last(geometry, dtype, layout, precision, device, most=most))
+    by_size = any(isinstance(proposal, Plan) and proposal.clocks for proposal in proposals)
+    for last, times in (plan_weight_gradient_wgmma, WORTH_COMPARING if by_size else 1), (plan_weight_gradient, 1):
+        proposals.append(last(geometry, dtype, layout, precision, device, most=times * least_cost(proposals)))
     return _fastest_for_size(best_of(geometry, proposals), proposals)
 
 
