@@ -29,7 +29,7 @@ BESIDE_SUMS = 30  # registers that a product's sums leave, or ptxas refuses it: 
 # 154 strided layers of many sizes whose arrays are in rows, by bytes of an element: what is left has a spread of 9%
 # where y is turned, and of 14% where it is read as it is, by copies of boxes or by threads.
 OF_TURNED = {2: (0.963, 1.053, 16700), 4: (1.046, 0.86, 18000)}
-OF_ROWS = {2: (1.067, 0.886, 12400), 4: (1.072, 1.198, 13300)}
+OF_ROWS = {2: (1.067, 0.886, 12400), 4: (1.06, 1.198, 15000)}
 TYPICAL_EXTENTS = {1: (256, 4096), 2: (16, 64, 128), 3: (8, 32, 48, 64)}  # of an axis, by rank
 
 
@@ -48,6 +48,14 @@ class Boxes(NamedTuple):
 
     extents: Ints
     boxes: list[tuple[Ints, int]]
+
+
+class Choice(NamedTuple):
+    """A box for a launch, and into how many parts all of them are cut, with the estimated time."""
+
+    clocks: float
+    box: Ints
+    parts: int
 
 
 class WorkOnBoxes(ABC, Generic[AnyTile]):
@@ -92,33 +100,40 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
                         of_d, of_h, of_w = self.evened((d, h, w), extents) if d * h * w % 2 else (d, h, w)
                         yield of_d, of_h, self.piece * of_w
 
+    def typical_width(self, extent: int) -> int:
+        """Return how many positions of a row of x stand for a typical extent."""
+        return extent
+
     def evened(self, box: Ints, extents: Ints) -> Ints:
         """Return a box of an odd number of runs with some more, so that it is even."""
         d, h, w = box
         return (d, h, w + 1) if w > 1 or extents[1] == 1 else (d, h + 1, w)
 
-    def best_box(self, tile: AnyTile, geometry: Geometry, device: Device) -> tuple[Ints, int] | None:
+    def best_box(self, tile: AnyTile, n: int, extents: Ints, device: Device) -> Choice | None:
         """Return the box with the least time for so many positions, and into how many parts these are cut."""
-        choices = (
-            (box, parts)
-            for box in self.boxes(geometry.x_extent)
-            if self.fits(tile, box, device)
-            for parts in self.parts(tile, box, geometry, device)
-        )
-        return min(choices, key=lambda choice: self.time(tile, choice[0], choice[1], geometry, device), default=None)
+        best = None
+        for box in self.boxes(extents):
+            if not self.fits(tile, box, device):
+                continue
+            boxes, of_box = n * count_boxes(extents, box), self.clocks_of_launch(tile, box)
+            for parts in self.parts(tile, boxes, device):
+                clocks = self.time(tile, boxes, of_box, parts, device)
+                if best is None or clocks < best.clocks:
+                    best = Choice(clocks, box, parts)
+        return best
 
-    def parts(self, tile: AnyTile, box: Ints, geometry: Geometry, device: Device) -> list[int]:
-        """Return into how many parts the positions may be cut: as many as some rounds of blocks take, or one."""
-        tiles, boxes = self.tiles_of_weights(tile), geometry.n * count_boxes(geometry.x_extent, box)
+    def parts(self, tile: AnyTile, boxes: int, device: Device) -> list[int]:
+        """Return into how many parts so many boxes may be cut: as many as some rounds of blocks take, or one."""
+        tiles = self.tiles_of_weights(tile)
         most = min(boxes, MAX_WORKSPACE_BYTES // (4 * tiles * tile.values), MAX_GRID // tiles)
         held = tile.min_blocks * device.multiprocessors
         return sorted({max(1, min(most, rounds * held // tiles)) for rounds in range(WAVES + 1)})
 
-    def time(self, tile: AnyTile, box: Ints, parts: int, geometry: Geometry, device: Device) -> float:
-        """Estimate the clocks of a launch, and of the second pass."""
-        tiles, boxes = self.tiles_of_weights(tile), geometry.n * count_boxes(geometry.x_extent, box)
+    def time(self, tile: AnyTile, boxes: int, of_box: float, parts: int, device: Device) -> float:
+        """Estimate the clocks of a launch of boxes that take a block `of_box` each, and of the second pass."""
+        tiles = self.tiles_of_weights(tile)
         rounds = -(-parts * tiles // (tile.min_blocks * device.multiprocessors))
-        of_block = (-(-boxes // parts) + self.boxes_around) * self.clocks_of_launch(tile, box)
+        of_block = (-(-boxes // parts) + self.boxes_around) * of_box
         clocks = rounds * tile.min_blocks * of_block
         if parts > 1:
             written = 4 * tile.values * tile.min_blocks * rounds  # by a multiprocessor
@@ -130,7 +145,10 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
     def typical_boxes(self) -> list[Boxes]:
         """The boxes for each of the typical extents, which all tiles have in common."""
         rank = self.shape.rank
-        every = (tuple(n if axis >= 3 - rank else 64 for axis in range(3)) for n in TYPICAL_EXTENTS[rank])
+        every = (
+            (*(n if axis >= 3 - rank else 64 for axis in range(2)), self.typical_width(n))
+            for n in TYPICAL_EXTENTS[rank]
+        )
         return [Boxes(extents, [(box, count_boxes(extents, box)) for box in self.boxes(extents)]) for extents in every]
 
     def fitting_boxes(self, tile: AnyTile, device: Device) -> list[Boxes] | None:
@@ -163,11 +181,11 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
         return best and best[0]
 
 
-def are_compared_by_size(geometry: Geometry, layout: Layout) -> bool:
-    """Whether kernels are compared by the time for a size, too: strided layers whose arrays are in rows."""
+def are_compared_by_size(geometry: Geometry, layout: Layout, itemsize: int) -> bool:
+    """Whether kernels are compared by the time for a size, too: of arrays in rows, strided or, of 32 bits, any."""
     g = geometry
     are_rows = layout.x[4] == layout.out[4] == 1 and not (layout.x_channels_last or layout.out_channels_last)
-    return are_rows and g.groups == max(g.dilation) == 1 < max(g.stride)
+    return are_rows and g.groups == max(g.dilation) == 1 and (itemsize == 4 or max(g.stride) > 1)
 
 
 def shares(count: int, most: int) -> list[int]:

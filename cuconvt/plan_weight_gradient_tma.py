@@ -188,7 +188,7 @@ def plan_images(
         ("COPIER_REGISTERS", COPIER_REGISTERS),
     )
     clocks = 0.0
-    if sides.turn_y is not None and are_compared_by_size(geometry, layout):
+    if sides.turn_y is not None and are_compared_by_size(geometry, layout, itemsize):
         of_launch, of_turning, beside = OF_TURNED[itemsize]
         turning = work.turning_clocks() * g.n * prod(g.x_extent) / device.multiprocessors
         clocks = of_launch * choice.clocks + of_turning * turning + beside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from cuconvt.plan import (
     DTYPE_CODES,
     MAX_GRID,
     Device,
+    Ints,
     Layout,
     Plan,
     Refusal,
@@ -21,7 +23,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_boxes import count_boxes
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_search import remembered
+from cuconvt.plan_search import cheapest_tile, remembered, tile_for_size
 from cuconvt.plan_views import batch_as_depth
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
@@ -31,7 +33,7 @@ from cuconvt.plan_weight_gradient_boxes import (
     are_compared_by_size,
     shares,
 )
-from cuconvt.plan_weight_gradient_wgmma_work import ITEMSIZES, STAGER_REGISTERS, STAGES, Shape, Tile, Work
+from cuconvt.plan_weight_gradient_wgmma_work import FEWER_STAGES, ITEMSIZES, STAGER_REGISTERS, Shape, Tile, Work
 
 MAX_TILES_IN = 24  # times 8 columns of a product
 MAX_EIGHTS_OUT = 32  # times 8 channels of y
@@ -39,7 +41,7 @@ MAX_TAPS = 4, 4, 16  # of a tile along D, H, W, and W again where there are grou
 MAX_CHUNKS = 10  # of words that a lane reads for a pair of positions
 KINDS = ((2, 1), (1, 2), (3, 1), (1, 3))  # workers of a block, and blocks on a multiprocessor
 GROUPS = (1, 2, 4)  # of taps along W
-OF_DILATION = 1.5  # of 16 bits in rows with up to two axes and no stride, times as long as estimated: of 28 layers
+OF_DILATION = 1.65  # of 16 bits in rows with up to two axes and no stride, times as long as estimated: of 36 layers
 
 
 def plan_weight_gradient_wgmma(
@@ -62,6 +64,7 @@ def plan_weight_gradient_wgmma(
     index64 = reads_need_64_bits(geometry, layout, LARGEST_BOX)
     work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype], index64))
     times = _compared(geometry, layout, work.itemsize) * geometry.n * prod(geometry.x_extent)
+    has_tile = tile is not None
     if tile is None:
         if (least := times * work.least_compared() * least_of_all(work.shape, device)) > most:
             return Refusal(name, f"cost at least {least:.3g} against {most:.3g}")
@@ -69,16 +72,17 @@ def plan_weight_gradient_wgmma(
     cost = None if tile is None else work.typical_cost(tile, device)
     if tile is None or cost is None:
         return Refusal(name, f"no box with what its taps reach fits into {device.shared_bytes} bytes of shared memory")
+    if work.reach(tile).boxed and not has_tile:
+        tile = _tile_of_size(work, geometry, device) or tile
     tiles = work.tiles_of_weights(tile)
-    choice = work.best_box(tile, geometry, device) if tiles <= MAX_GRID else None
-    if choice is None or geometry.n * count_boxes(geometry.x_extent, choice[0]) >= 2**31:
+    choice = work.best_box(tile, geometry.n, geometry.x_extent, device) if tiles <= MAX_GRID else None
+    if choice is None or geometry.n * count_boxes(geometry.x_extent, choice.box) >= 2**31:
         return Refusal(name, f"{tiles} tiles, or their boxes, are more than it counts")
-    box, parts = choice
+    launch, box, parts = choice
     boxes = tuple(-(-x // b) for x, b in zip(geometry.x_extent, box, strict=True))
     clocks = 0.0
-    if are_compared_by_size(geometry, layout):
+    if are_compared_by_size(geometry, layout, work.itemsize):
         boxed, by_threads, beside = OF_ROWS[work.itemsize]
-        launch = work.time(tile, box, parts, geometry, device)
         clocks = (boxed if work.reach(tile).boxed else by_threads) * launch + beside
     defines = (
         ("DTYPE", DTYPE_CODES[dtype]),
@@ -93,7 +97,8 @@ def plan_weight_gradient_wgmma(
         ("TILES_IN", tile.tiles_in),
         ("EARLY", work.reach(tile).early),
         ("BOXED", int(work.reach(tile).boxed)),
-        ("STAGES", STAGES),
+        ("X_RUNS", tile.x_runs),
+        ("STAGES", tile.stages),
         ("INDEX64", int(index64)),
         ("MIN_BLOCKS", tile.min_blocks),
         ("WORKER_REGISTERS", tile.worker_registers(index64)),
@@ -104,14 +109,14 @@ def plan_weight_gradient_wgmma(
         defines=defines,
         grid=tiles * parts,
         block=128 * (tile.workers + 1),
-        shared_bytes=work.stage(tile, box).shared_bytes(index64),
+        shared_bytes=work.stage(tile, box).shared_bytes(index64, tile.stages),
         problem=problem_parameters(
             geometry,
             layout,
             (*boxes, parts),
             work.shape.x_bytes,
             work.reach(tile).bytes,
-            (*box, work.stage(tile, box).y_channel, 0, 0, 0, 0, 0, 0, 0),
+            (*box, work.stage(tile, box).y_channel, int(work.shape.flat), 0, 0, 0, 0, 0, 0),
         ),
         cost=times * work.compared(tile) * cost,
         workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
@@ -144,6 +149,37 @@ def choose_tile(shape: Shape, device: Device) -> Tile | None:
     return Work(shape).best_tile(bounded_tiles(shape, device), device)
 
 
+def _tile_of_size(work: Work, geometry: Geometry, device: Device) -> Tile | None:
+    """Return a tile with little estimated time for so many positions, of those that copies bring boxes to, or None."""
+    g = geometry
+    if min(*g.x_extent, g.n) == 0:
+        return None
+
+    def search(n: int, extents: Ints) -> Tile | None:
+        return choose_tile_of_size(work.shape, n, extents, device)
+
+    def clocks(tile: Tile, n: int, extents: Ints) -> float:
+        choice = work.best_box(tile, n, extents, device)
+        return choice.clocks if choice else inf
+
+    return tile_for_size(g.n, g.x_extent, search, clocks)
+
+
+@remembered(Tile)
+def choose_tile_of_size(shape: Shape, n: int, extents: Ints, device: Device) -> Tile | None:
+    """Return the best of the tiles whose boxes copies bring, for so many positions."""
+    work = Work(shape)
+    of_position = n * prod(extents) / device.multiprocessors
+    bounded = ((bound * of_position, tile) for bound, tile in bounded_tiles(shape, device) if work.reach(tile).boxed)
+
+    def clocks(tile: Tile) -> float | None:
+        choice = work.best_box(tile, n, extents, device)
+        return choice and choice.clocks
+
+    best = cheapest_tile(bounded, clocks)
+    return best and best[0]
+
+
 @remembered()
 def least_of_all(shape: Shape, device: Device) -> float:
     """Return a lower bound of a position's clocks, whatever the tile."""
@@ -158,7 +194,7 @@ def bounded_tiles(shape: Shape, device: Device) -> list[tuple[float, Tile]]:
 
 
 def tiles(work: Work) -> Iterator[Tile]:
-    """Yield the tiles that a problem may use. They depend on neither N nor extents, which therefore never recompile."""
+    """Yield the tiles that a problem may use, whatever N and extents."""
     s = work.shape
     eights_out, tiles_of_channels = -(-s.c_out // 8), shares(-(-s.c_in // 8), MAX_TILES_IN)
     taps = list(itertools.product(*(shares(kernel, most) for kernel, most in zip(s.kernel, MAX_TAPS, strict=True))))
@@ -176,4 +212,11 @@ def tiles(work: Work) -> Iterator[Tile]:
         for tiles_in in tiles_of_channels:
             if tiles_in * least.sums > room or 4 * tiles_in + BESIDE_SUMS > least.at_start:
                 break
-            yield Tile(workers, 8 * channels_out, taps_d, taps_h, taps_w, tiles_in, blocks, groups_w)
+            tile = Tile(workers, 8 * channels_out, taps_d, taps_h, taps_w, tiles_in, blocks, groups_w)
+            if not reach.boxed:
+                if not s.flat:  # whose boxes are for copies alone
+                    yield tile
+                continue
+            yield dataclasses.replace(tile, x_runs=s.x_runs[0])
+            for x_runs in s.x_runs:
+                yield dataclasses.replace(tile, x_runs=x_runs, stages=FEWER_STAGES)

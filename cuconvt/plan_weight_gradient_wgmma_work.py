@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import exp, gcd, log, prod
+from math import exp, gcd, lcm, log, prod
 from typing import Any, NamedTuple
 
 from cuconvt.geometry import Geometry
@@ -16,6 +16,7 @@ from cuconvt.plan import (
     at_residue,
     round_up,
 )
+from cuconvt.plan_boxes import even_extent
 from cuconvt.plan_correlate import staged_axis
 from cuconvt.plan_search import of_tile
 from cuconvt.plan_turn import Array, arrays_of
@@ -33,8 +34,10 @@ from cuconvt.tensor_map import MAX_BOX, MAX_STRIDE, TensorMap
 PIECE_WORDS = 4
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 STAGES = 4
+FEWER_STAGES = 3  # where copies bring boxes, which may be larger then
 BARRIER_BYTES = 128
-BOXED_ALIGNMENT = 256  # of stages that copies of boxes fill, and what barriers take there
+ROWS_OF_X = 8, 4, 2  # runs of a row of x that copies may bring at a time: 128, 64 or 32 bytes
+ALIGNMENT_OF_RUN = 128  # times as many, of stages that copies of boxes fill, and what barriers take there
 STAGER_REGISTERS = 40, 56  # with indices of 32 and of 64 bits
 # Of a worker with one tile of 64 rows and with several, besides sums and operands; with fewer, products are serialised.
 OTHER_REGISTERS = 14, 30
@@ -49,11 +52,14 @@ FETCHED_BYTES_A_CLOCK = {2: {16: 100.0, 4: 10.0, 2: 1.5, 1: 0.25}, 4: {16: 100.0
 ROUNDED_BYTES_A_CLOCK = {16: 60.0, 4: 15.0, 1: 15.0}  # likewise, of x to TF32; not measured
 OVERLAP = 0.05  # what of the less busy units' time adds to the busiest one's
 BOX_CLOCKS = 1400
-# Likewise where copies bring boxes, fitted to the boxes of 62 problems.
-COPIED_BYTES_A_CLOCK = 35
-COPY_CLOCKS = 50  # besides
+# Likewise where copies bring boxes, fitted to 2113 tiles of 250 problems: a spread of 11%.
+COPIED_BYTES_A_CLOCK = 49
+COPIED_ROW_CLOCKS = 0.4, 1.0  # besides, of x and of y
+COPY_CLOCKS = 37  # besides
 COPIED_BOX_CLOCKS = 300
 MOST_OF_ROW = 1.25  # positions that copies bring for one of a row of x
+TYPICAL_OF_PLANE = 6  # runs of a row, at most: those of more are nearly whole copies by themselves
+MOST_OF_PLANE = 12  # runs of whole rows and whole copies: where boxes have to have more, they are too large
 MAX_RUNS = 64  # pieces of positions of a box
 BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
 # The cost that is compared with other kernels', relative to the estimated time, by how many bytes of rows of y are read
@@ -61,7 +67,7 @@ BOXES_AROUND = 4  # what a block takes before and after its boxes, in boxes
 # weight_gradient_gemm, its only rival.
 COST_OF_TIME = {2: {16: 0.75, 4: 0.9, 2: 0.41, 1: 0.41}, 4: {16: 1.2, 4: 1.1, 1: 1.1}}
 COST_OF_COPIED = {2: 0.85, 4: 1.05}  # likewise where copies bring boxes: of 87 problems
-FEW_IN, OF_FEW_IN = 16, 1.25  # of that, groups of so many channels of x, in TF32 with a stride and taps that overlap
+FEW_IN, OF_FEW_IN = 12, 1.45  # of that, groups of so many channels of x, in TF32 with a stride and taps that overlap
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ class Tile:
     tiles_in: int  # times 8 channels of x
     min_blocks: int
     groups_w: int = 1  # times as many taps along W, as rows of the product
+    stages: int = STAGES
+    x_runs: int = 2  # of a row of x that copies of boxes bring at a time
 
     @property
     def rows(self) -> int:
@@ -138,14 +146,26 @@ class Shape:
     c_out: int
     x_bytes: int  # that rows of x may be read at a time
     y_bytes: int  # likewise, as far as their alignment goes
-    boxed: bool  # whether copies of boxes can read both, as far as that goes, and bring little more than rows of x
+    x_runs: Ints  # of rows of x that copies of boxes may bring at a time; none where they cannot read both
+    flat: bool  # whether these are of planes, each one row
     index64: bool
+
+    @property
+    def boxed(self) -> bool:
+        """Whether copies of boxes can read both, as far as that goes, and bring little more than rows of x."""
+        return bool(self.x_runs)
 
     @classmethod
     def of(cls, geometry: Geometry, layout: Layout, itemsize: int, index64: bool) -> Shape:
         g = geometry
         x_bytes = _row_bytes(layout.x, layout.x_aligned, g.x_extent[2], itemsize)
         y_bytes = _row_bytes(layout.out, layout.out_aligned, g.out_extent[2], itemsize)
+        x_runs: Ints = ()
+        flat = False
+        has_all = gcd(g.stride[2], g.dilation[2] if g.kernel[2] > 1 else 0) == 1  # that are staged, of rows of y
+        if x_bytes == y_bytes == PIECE_BYTES and has_all:
+            most = _most_positions(g.kernel[2], g.stride[2], g.dilation[2], itemsize)
+            x_runs, flat = _runs_of_copies(arrays_of(g, layout), itemsize, most)
         return cls(
             rank=g.rank,
             itemsize=itemsize,
@@ -158,20 +178,36 @@ class Shape:
             c_out=g.c_out_per_group,
             x_bytes=x_bytes,
             y_bytes=y_bytes,
-            boxed=x_bytes == y_bytes == PIECE_BYTES and _copies_can_bring(arrays_of(g, layout), itemsize),
+            x_runs=x_runs,
+            flat=flat,
             index64=index64,
         )
 
 
-def _copies_can_bring(arrays: tuple[Array, Array], itemsize: int) -> bool:
-    """Whether bulk tensor copies can read x and y, of whole 16 bytes, and bring little more than rows of x."""
-    width, two_runs = arrays[0].extents[4], 2 * PIECE_BYTES // itemsize
-    return round_up(width, two_runs) <= MOST_OF_ROW * width and all(
-        0 < itemsize * stride < MAX_STRIDE
-        for array in arrays
-        for extent, stride in zip(*array, strict=True)
-        if extent > 1
-    )
+def _most_positions(kernel: int, stride: int, dilation: int, itemsize: int) -> int:
+    """Return for how many positions along W copies of boxes can bring what taps reach of y."""
+    piece = PIECE_BYTES // itemsize
+    reached = (kernel - 1) * dilation + 4 * piece  # beyond them, before the first one, and for the banks
+    return (MAX_BOX - reached) // stride // piece * piece
+
+
+def _runs_of_copies(arrays: tuple[Array, Array], itemsize: int, most: int) -> tuple[Ints, bool]:
+    """Return how many runs bulk tensor copies may bring at a time of a row of x, and whether a plane is one row.
+
+    No more than `most` positions, neither of such a row nor of one of a plane. None where they cannot read both x and
+    y, of whole 16 bytes, or would bring much more than rows of x.
+    """
+    for array in arrays:
+        distances = [itemsize * stride for extent, stride in zip(*array, strict=True) if extent > 1]
+        if not all(0 < distance < MAX_STRIDE for distance in distances):
+            return (), False
+    (_, _, _, height, width), (_, _, _, of_row, _) = arrays[0]
+    run = PIECE_BYTES // itemsize
+    of_rows = [runs for runs in ROWS_OF_X if runs * run <= most and round_up(width, runs * run) <= MOST_OF_ROW * width]
+    is_dense = height > 1 and of_row == width <= most and width % run == 0
+    if max(of_rows, default=0) <= ROWS_OF_X[-1] and is_dense and lcm(width // run, ROWS_OF_X[-2]) <= MOST_OF_PLANE:
+        return ROWS_OF_X[:-1], True
+    return tuple(of_rows[:2]), False
 
 
 def _row_bytes(strides: Ints, aligned: bool, extent: int, itemsize: int) -> int:
@@ -192,9 +228,9 @@ class Stage(NamedTuple):
     runs: int
     barrier_bytes: int
 
-    def shared_bytes(self, index64: bool) -> int:
+    def shared_bytes(self, index64: bool, stages: int) -> int:
         lists = self.items * (32 if index64 else 16) + 4 * (self.runs + 2)  # the latter of where runs start in y
-        return self.barrier_bytes + STAGES * PIECE_BYTES * self.pieces + lists
+        return self.barrier_bytes + stages * PIECE_BYTES * self.pieces + lists
 
 
 class Fetch(NamedTuple):
@@ -274,11 +310,32 @@ class Work(WorkOnBoxes[Tile]):
         return Reach(tiles, staged, early, at_once, chunk, words, fetch, boxed)
 
     def boxes(self, extents: Ints) -> Iterator[Ints]:
-        """Yield the same; where copies bring rows of x by 32 bytes, with an even number of runs in each, too."""
-        for d, h, w in super().boxes(extents):
-            yield d, h, w
-            if self.shape.boxed and w % (2 * self.piece):
-                yield d, h, w + self.piece
+        """Yield the same; where copies bring several runs of x, with whole copies for each, too."""
+        if not self.shape.flat:
+            for d, h, w in super().boxes(extents):
+                yield d, h, w
+                for more in sorted({round_up(w, x_runs * self.piece) for x_runs in self.shape.x_runs} - {w}):
+                    yield d, h, more
+            return
+        runs = -(-extents[2] // self.piece)
+        whole = {x_runs // gcd(x_runs, runs) for x_runs in self.shape.x_runs}  # rows
+        for h in sorted({round_up(even_extent(extents[1], most), rows) for most in (1, 2, 4, 8, 16) for rows in whole}):
+            for d in sorted({even_extent(extents[0], most) for most in (1, 2, 4, 8)}):
+                if d * h * runs <= self.max_runs:
+                    yield d, h, self.piece * runs
+
+    def typical_width(self, extent: int) -> int:
+        """Return what a typical width is where it is known to be a multiple, or that a row has few runs."""
+        s = self.shape
+        if not s.flat:
+            return max(extent, max(s.x_runs, default=0) * self.piece)
+        most = _most_positions(s.kernel[2], s.stride[2], s.dilation[2], self.itemsize)
+        return min(extent, most, TYPICAL_OF_PLANE * self.piece)
+
+    def brings_whole(self, tile: Tile, box: Ints) -> bool:
+        """Whether copies bring as many runs of x as the box has."""
+        of_row = box[1] * box[2] if self.shape.flat else box[2]
+        return of_row % (tile.x_runs * self.piece) == 0
 
     def maps(
         self, tile: Tile, box: Ints, dtype: str, geometry: Geometry, layout: Layout
@@ -294,9 +351,12 @@ class Work(WorkOnBoxes[Tile]):
             return TensorMap.of(kind, (n, w, c, d, h), steps, (channels, 1, 1), (1, 1, 1), elements, plain)
 
         x, y = arrays_of(geometry, layout)
-        y_row = self.stage(tile, box).y_channel * self.piece
+        if self.shape.flat:
+            (n, c, d, h, w), (of_n, of_c, of_d, _, of_w) = x
+            x = Array((n, c, d, 1, h * w), (of_n, of_c, of_d, h * w, of_w))
+        x_row, y_row = tile.x_runs * self.piece, self.stage(tile, box).y_channel * self.piece
         return (
-            of_rows("tf32" if dtype == "float32" else dtype, x, tile.channels_in, 2 * self.piece, plain=False),
+            of_rows("tf32" if dtype == "float32" else dtype, x, tile.channels_in, x_row, plain=False),
             of_rows(dtype, y, tile.channels_out, y_row, plain=True),
         )
 
@@ -333,21 +393,20 @@ class Work(WorkOnBoxes[Tile]):
     def stage(self, tile: Tile, box: Ints) -> Stage:
         y_box, reach, runs = self.y_box(tile, box), self.reach(tile), box[2] // self.piece
         apart = reach.chunk if reach.staged[2][0] // reach.chunk % 2 else 1
-        y_pieces, x_runs = y_box[0] * y_box[1] * y_box[2], box[0] * box[1] * runs
+        y_pieces, all_runs = y_box[0] * y_box[1] * y_box[2], box[0] * box[1] * runs
         if reach.boxed:
-            row = at_residue(y_box[2], apart, 2 * apart)
-            pieces = x_runs * tile.channels_in + y_box[0] * y_box[1] * row * tile.channels_out
-            aligned = BOXED_ALIGNMENT // PIECE_BYTES
-            return Stage(y_box, row, -(-pieces // aligned) * aligned, 0, x_runs, BOXED_ALIGNMENT)
+            row, alignment = at_residue(y_box[2], apart, 2 * apart), ALIGNMENT_OF_RUN * tile.x_runs
+            pieces = all_runs * tile.channels_in + y_box[0] * y_box[1] * row * tile.channels_out
+            return Stage(y_box, row, round_up(pieces, alignment // PIECE_BYTES), 0, all_runs, alignment)
         channel = at_residue(y_pieces, apart, 2 * apart)
         x_run = tile.channels_in + (1 if runs >= 8 else 2 if runs >= 4 else 4 if runs >= 2 else 0)
         x_parts, y_parts = 1 if self.shape.x_bytes == 16 else 4, 1 if reach.bytes == 16 else 4
         return Stage(
             y_box,
             channel,
-            pieces=x_runs * x_run + tile.channels_out * channel,
-            items=x_runs * x_parts + y_pieces * y_parts,
-            runs=x_runs,
+            pieces=all_runs * x_run + tile.channels_out * channel,
+            items=all_runs * x_parts + y_pieces * y_parts,
+            runs=all_runs,
             barrier_bytes=BARRIER_BYTES,
         )
 
@@ -355,14 +414,14 @@ class Work(WorkOnBoxes[Tile]):
         """Whether as many blocks as the tile wants share a multiprocessor; each reserves 1 KB on top of its own."""
         room = (device.shared_bytes + 1024) // tile.min_blocks - 1024
         # y takes no less than its channels at as many positions.
-        if (tile.channels_in + tile.channels_out) * prod(box) * self.itemsize * STAGES > room:
+        if (tile.channels_in + tile.channels_out) * prod(box) * self.itemsize * tile.stages > room:
             return False
         stage, strides = self.stage(tile, box), self.shape.stride
         if self.reach(tile).boxed:
-            whole = box[2] % (2 * self.piece) == 0 and stage.y_channel * self.piece <= MAX_BOX
-            return whole and stage.shared_bytes(True) <= room
+            whole = self.brings_whole(tile, box) and stage.y_channel * self.piece <= MAX_BOX
+            return whole and stage.shared_bytes(True, tile.stages) <= room
         far = max(stage.y_box[0] * strides[0], stage.y_box[1] * strides[1])
-        return far <= MAX_FAR and 4 * stage.pieces <= MAX_PLACE and stage.shared_bytes(True) <= room
+        return far <= MAX_FAR and 4 * stage.pieces <= MAX_PLACE and stage.shared_bytes(True, tile.stages) <= room
 
     def clocks_of_launch(self, tile: Tile, box: Ints) -> float:
         return self.clocks(tile, box) + self.sectors(tile, box) * SECTOR / L2_BYTES_A_CLOCK
@@ -385,8 +444,8 @@ class Work(WorkOnBoxes[Tile]):
         of_box = self.box_clocks(tile)
         room = (device.shared_bytes + 1024) // tile.min_blocks
         channels = tile.channels_in + tile.channels_out * of_y
-        runs = 4 * MAX_RUNS // 3  # where an odd number is rounded up
-        positions = min(runs * self.piece, room // (STAGES * self.itemsize * channels))
+        runs = MAX_RUNS * (ROWS_OF_X[0] if self.reach(tile).boxed else 2)  # where their number is rounded up
+        positions = min(runs * self.piece, room // (tile.stages * self.itemsize * channels))
         return (clocks + of_box / max(1, positions)) * self.tiles_of_weights(tile)
 
     @of_tile
@@ -398,27 +457,31 @@ class Work(WorkOnBoxes[Tile]):
 
     def clocks(self, tile: Tile, box: Ints) -> float:
         """Estimate a multiprocessor's clocks for one box."""
-        s, copies = self.shape, 0
+        s, copying = self.shape, 0.0
         steps = prod(box) // (2 * self.piece) * tile.tiles_m
         d, h, w = self.y_box(tile, box)
         if self.reach(tile).boxed:
-            w = self.stage(tile, box).y_channel
-            copies = prod(box) // (2 * self.piece) + d * h
+            w, of_x = self.stage(tile, box).y_channel, prod(box) // (tile.x_runs * self.piece)
+            x_rows, y_rows = of_x * min(tile.channels_in, s.c_in), d * h * min(tile.channels_out, s.c_out)
+            copying = x_rows * COPIED_ROW_CLOCKS[0] + y_rows * COPIED_ROW_CLOCKS[1] + (of_x + d * h) * COPY_CLOCKS
         x_bytes = self.itemsize * prod(box) * min(tile.channels_in, s.c_in)
         y_bytes = PIECE_BYTES * d * h * w * min(tile.channels_out, s.c_out)
-        return self.clocks_of(tile, steps, x_bytes, y_bytes, copies) + self.box_clocks(tile)
+        return self.clocks_of(tile, steps, x_bytes, y_bytes, copying) + self.box_clocks(tile)
 
     def box_clocks(self, tile: Tile) -> float:
         """Return what a box takes beyond its positions."""
         return (COPIED_BOX_CLOCKS if self.reach(tile).boxed else BOX_CLOCKS) / tile.min_blocks
 
-    def clocks_of(self, tile: Tile, steps: float, x_bytes: int, y_bytes: int, copies: int = 0) -> float:
-        """Estimate the clocks of what a box multiplies, for two runs and 64 rows a step, and fetches."""
+    def clocks_of(self, tile: Tile, steps: float, x_bytes: int, y_bytes: int, copying: float = 0) -> float:
+        """Estimate the clocks of what a box multiplies, for two runs and 64 rows a step, and fetches.
+
+        Copies of boxes take some beyond those of their bytes.
+        """
         s, fetch, l2 = self.shape, 0.0, 0.0
         tensor, shared, workers = (steps * clocks for clocks in self.unit_clocks(tile))
         if self.reach(tile).boxed:
             shared += (x_bytes + y_bytes) / SHARED_BYTES_A_CLOCK
-            l2 = (x_bytes + y_bytes) / COPIED_BYTES_A_CLOCK + copies * COPY_CLOCKS
+            l2 = (x_bytes + y_bytes) / COPIED_BYTES_A_CLOCK + copying
             busiest = max(tensor, shared, l2, workers)
             return busiest + OVERLAP * (tensor + shared + l2 - busiest)
         for count, of in ((x_bytes, self.fetch_x), (y_bytes, self.reach(tile).fetch)):

@@ -14,9 +14,10 @@
 // Warps have roles: stagers bring boxes, by asynchronous copies or, if rows are not aligned, through registers; several boxes
 // are on their way at a time. Workers multiply, each 64 rows of M or several times as many.
 //
-// Where copies of boxes can read both arrays (BOXED), one warp names them, and no thread moves an element. Rows of x come as 32
-// bytes of each channel, two runs, in their swizzle, and rows of y as they are, channel by channel, a little longer than they
-// need be, so that lanes find eight channels in different banks.
+// Where copies of boxes can read both arrays (BOXED), one warp names them, and no thread moves an element. Rows of x come as 32,
+// 64 or 128 bytes of each channel, two runs or more, in the swizzle of that width; where planes are dense, these may be of several
+// rows. Rows of y come as they are, channel by channel, a little longer than they need be, so that lanes find eight channels in
+// different banks.
 //
 // Compile-time: kernel, stride, dilation, dtype, tile, and by how many elements staged rows of y begin before the first one
 // used (EARLY), since halves of words are picked by it. Run-time: N, extents, the box, padding, channels, strides, the width
@@ -52,6 +53,9 @@
 #ifndef BOXED
 #define BOXED 0
 #endif
+#ifndef X_RUNS  // of a row of x that copies of boxes bring of a channel at a time: 2, 4 or 8
+#define X_RUNS 2
+#endif
 #ifndef STAGES
 #define STAGES 4
 #endif
@@ -84,7 +88,7 @@ constexpr int TILES_OF_W = ceil_div(KERNEL_W, TAPS_W * GROUPS_W);
 constexpr int SUMS_OF_TAP = CHANNELS_IN / 2;          // of a thread, of 64 rows
 constexpr int SUMS = TILES_M * TAPS_W * SUMS_OF_TAP;  // of a thread
 constexpr int VALUES = SUMS * WORKER_THREADS;         // of a block
-constexpr int ALIGNMENT = BOXED ? 256 : 128;  // of stages: eight rows of x
+constexpr int ALIGNMENT = BOXED ? X_RUNS * 128 : 128;  // of stages: eight rows of x
 constexpr int BARRIER_BYTES = ALIGNMENT;
 static_assert(2 * STAGES * 8 <= BARRIER_BYTES, "room for the barriers");
 
@@ -112,9 +116,7 @@ struct Box {
 
     // What copies of boxes bring, which a barrier waits for, and a stage.
     __device__ __forceinline__ int pieces() const { return x_pieces + CHANNELS_OUT * (BOXED ? y_d * y_h : 1) * y_channel; }
-    __device__ __forceinline__ int stage() const {
-        return BOXED ? (pieces() + ALIGNMENT / 16 - 1) & -(ALIGNMENT / 16) : pieces();
-    }
+    __device__ __forceinline__ int stage() const { return BOXED ? round_up(pieces(), ALIGNMENT / 16) : pieces(); }
 };
 
 #if !BOXED
@@ -189,18 +191,22 @@ struct Start {
     int n, channel, d, h, w;
 };
 
+// Whether the rows of a plane of x are one row of a copy. The box has whole rows then.
+__device__ __forceinline__ bool is_flat(const Problem& p) { return p.patches[0] != 0; }
+
 // Names all that a stage is copied from: lanes of a warp take turns, since working out a place takes a while.
 __device__ __forceinline__ void bring_box(Piece* to, const TensorMap* x, const TensorMap* y, const Start& of_x, const Start& of_y,
-                                          const Box& box, Barrier* full) {
+                                          const Box& box, bool flat, Barrier* full) {
     const int lane = (int)threadIdx.x % 32;
     if (lane == 0) barrier_arrive_expecting(full, box.pieces() * (int)sizeof(Piece));
     __syncwarp();
-    const int pairs = box.runs / 2, copies_of_x = box.d * box.h * pairs, copies = copies_of_x + box.y_d * box.y_h;
+    const int rows = flat ? 1 : box.h, of_row = box.h * box.runs / (rows * X_RUNS), copies_of_x = box.d * rows * of_row;
+    const int copies = copies_of_x + box.y_d * box.y_h;
 #pragma unroll 1
     for (int i = lane; i < copies; i += 32) {
         if (i < copies_of_x) {
-            const int row = i / pairs, w = i % pairs * 2 * PIECE;
-            copy_box(to + i * 2 * CHANNELS_IN, x, of_x.w + w, of_x.h + row % box.h, of_x.d + row / box.h, of_x.channel, of_x.n, full);
+            const int row = i / of_row, w = i % of_row * X_RUNS * PIECE;
+            copy_box(to + i * X_RUNS * CHANNELS_IN, x, of_x.w + w, of_x.h + row % rows, of_x.d + row / rows, of_x.channel, of_x.n, full);
         } else {
             const int row = i - copies_of_x, h = row % box.y_h * AxisH::GAP, d = row / box.y_h * AxisD::GAP;
             copy_box(to + box.x_pieces + row * box.y_line, y, of_y.w, of_y.h + h, of_y.d + d, of_y.channel, of_y.n, full);
@@ -540,17 +546,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         give_registers<STAGER_REGISTERS>();
 #if BOXED
         if (threadIdx.x >= WORKER_THREADS + 32) return;
+        const bool flat = is_flat(p);
         for (unsigned index = first_box; index < boxes; index += parts_of_boxes) {
             unsigned n = index;
             const int w = (int)take(n, p, 2) * (int)p.box[2], h = (int)take(n, p, 1) * (int)p.box[1];
             const int d = (int)take(n, p, 0) * (int)p.box[0];
-            const Start of_x = {(int)n, (int)(first.group * p.c_in) + first.ci, d, h, w};
+            const Start of_x = {(int)n, (int)(first.group * p.c_in) + first.ci, d, flat ? 0 : h, flat ? h * (int)p.x_extent[2] : w};
             const Start of_y = {(int)n, (int)(first.group * p.c_out) + first.co,
                                 d * STRIDE_D + first.d * DILATION_D - (int)p.pad[0],
                                 h * STRIDE_H + first.h * DILATION_H - (int)p.pad[1],
                                 w * STRIDE_W + first.w * DILATION_W - (int)p.pad[2] - EARLY};
             ring.wait_until_free();
-            bring_box(stages + ring.place * box.stage(), &x, &y, of_x, of_y, box, ring.full + ring.place);
+            bring_box(stages + ring.place * box.stage(), &x, &y, of_x, of_y, box, flat, ring.full + ring.place);
             ring.next();
         }
 #else
@@ -624,7 +631,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const Piece* const stage = stages + ring.place * box.stage();
         const SharedWords staged_y = words_at(stage + box.x_pieces);
         SharedWords next_runs = words_at(starts);
-        Operand staged_x = of_warp(BOXED ? describe_rows<32>(stage, 8) : describe(stage, box.x_run * 16, 128));
+        Operand staged_x = of_warp(BOXED ? describe_rows<16 * X_RUNS>(stage, 8) : describe(stage, box.x_run * 16, 128));
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
 #pragma unroll
@@ -643,7 +650,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 for (int tap = 0; tap < TAPS_W; ++tap) multiply_add(acc.value[tile][tap], a.value[tap], staged_x);
                 wgmma_commit();
             }
-            staged_x = staged_x + 2 * box.x_run;
+            // Two runs of all channels; of longer rows, to the next two, or to the first ones of the next row.
+            staged_x = staged_x + (X_RUNS == 2 ? 2 * box.x_run : (step + 1) % (X_RUNS / 2) ? 2 : X_RUNS * CHANNELS_IN - X_RUNS + 2);
         }
         used = ring.place;
         ring.next();

@@ -651,6 +651,10 @@ BROUGHT = {
     "odd_channels": case((2, 33, 7, 12, 48), 35, 3, padding=1),
     "dilated": case((2, 24, 9, 13, 32), 40, 3, padding=2, dilation=2),
     "stride_along_h": case((2, 48, 17, 64), 40, (4, 3), (4, 1), 1),
+    "wide_rows": case((2, 200, 13, 128), 72, 2, 2),
+    "planes_of_24": case((2, 72, 5, 7, 24), 56, 3, 2, 1, 1),
+    "planes_of_16": case((3, 40, 6, 9, 16), 24, 2, 2),
+    "planes_of_8": case((5, 96, 13, 8), 72, 4, 2, 1),
 }
 
 
@@ -671,6 +675,39 @@ def test_rows_that_copies_bring(cupy: Any, by_wgmma: None, name: str, dtype: str
 
     geometry = geometry_of(BROUGHT[name])
     assert plan_weight_gradient_wgmma(geometry, dtype, layout_of(geometry), precision, DEVICES[90]).maps
+    check("weight", BROUGHT[name], dtype, cupy, precision)
+
+
+@pytest.fixture(params=[0, 1, 2])
+def by_any_tile(request: Any) -> Iterator[None]:
+    """Take any tile of which copies bring boxes, of each number of stages and of runs of x."""
+    from cuconvt import cuda_gradients
+    from cuconvt import plan_weight_gradient_wgmma as wgmma
+    from cuconvt.plan_views import batch_as_depth
+
+    def plan_any(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Plan:
+        work = wgmma.Work(wgmma.Shape.of(*batch_as_depth(geometry, layout), wgmma.ITEMSIZES[dtype], index64=False))
+        kinds: dict[tuple[int, int], list[Any]] = {}
+        for tile in wgmma.tiles(work):
+            if work.reach(tile).boxed:
+                kinds.setdefault((tile.stages, tile.x_runs), []).append(tile)
+        kind = sorted(kinds)[request.param % len(kinds)]
+        random.Random(f"{geometry}{kind}").shuffle(kinds[kind])
+        plans = (wgmma.plan_weight_gradient_wgmma(geometry, dtype, layout, precision, device, t) for t in kinds[kind])
+        plan = next(plan for plan in plans if isinstance(plan, Plan))
+        assert plan.maps
+        return plan
+
+    memo = cuda_gradients._prepare_weight_gradient
+    with planned_by(plan_any, cuda_gradients, "make_weight_gradient_plan", memo):
+        yield
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float16", None), ("bfloat16", None), ("float32", "tf32")])
+@pytest.mark.parametrize("name", BROUGHT)
+def test_rows_that_copies_bring_to_any_tile(
+    cupy: Any, by_any_tile: None, name: str, dtype: str, precision: str | None
+) -> None:
     check("weight", BROUGHT[name], dtype, cupy, precision)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -131,6 +132,35 @@ def test_parts_are_added_up(name: str) -> None:
         check("weight", problem, this.dtype, calls=1)
 
 
+# Rows of x that copies bring, of so many runs, in a row or a plane: kernel and stride, padding before along W, and
+# extents in bfloat16, of whose positions along W float32 has half.
+COPIED = {
+    "rows of 4": (4, (2, 2), (2, 2), 0, ((4, 32), (3, 64))),
+    "rows of 4, taps that overlap": (4, (3, 3), (2, 2), 1, ((4, 32), (3, 64))),
+    "rows of 8": (8, (2, 2), (2, 2), 0, ((3, 64), (2, 56))),
+    "rows of 8, no stride": (8, (3, 3), (1, 1), 1, ((3, 64),)),
+    "planes of 4": (4, (3, 3), (2, 2), 1, ((6, 48), (7, 24), (5, 16), (9, 8))),
+    "planes of 8": (8, (2, 2), (2, 2), 0, ((6, 48), (7, 24), (5, 16), (9, 8))),
+    "volumes of 4": (4, (2, 2, 4), (2, 1, 4), 0, ((3, 5, 16), (2, 3, 24))),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", COPIED)
+def test_copies_bring_rows_of_x(name: str, dtype: str) -> None:
+    runs, kernel, stride, before_w, extents = COPIED[name]
+    spec = specialisation(kernel, stride, (1,) * len(kernel), (12, 20), (False, False))
+    tile = Tile(2, 24, *(1,) * (len(kernel) == 2), *kernel, 2, 1, 1, 3, runs)
+    this = Case(spec, dtype, Device(90, 1, SHARED_BYTES), tile, before_w=before_w)
+    with on_host(this):
+        for *others, width in extents:
+            problem = this.whole_rows((*others, width if dtype == "bfloat16" else width // 2))
+            plan = this.plan_for(problem)
+            assert plan.maps[0].row_bytes == 16 * runs
+            assert problem_of(plan)["patches"][0] == (name.startswith("rows") is False)
+            check("weight", problem, dtype, precision=this.precision)
+
+
 # ---- planted faults --------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +181,9 @@ THESE_BOXED = tuple(
     )
     for dtype in ("bfloat16", "float32")
 )
+THESE_FLAT = tuple(dataclasses.replace(this, tile=Tile(2, 24, 1, 2, 4, 2, 1, 1, 3, 4)) for this in THESE_BOXED)
 NOT_FREE = IN_USE + "|with no wait for it"
+NEVER_COME = "waits for ever|not all threads|never"
 # A replacement in the source, and the message of the check that must catch it.
 FAULTS = {
     "a tap one element late": ("return EARLY + tap *", "return EARLY + 1 + tap *", VALUES + "|" + UNWRITTEN),
@@ -255,23 +287,37 @@ FAULTS_BOXED = {
         NOT_FREE,
     ),
     "no wait for a full stage": ("        ring.wait_until_full();\n", "", UNFILLED + "|" + UNWRITTEN + "|" + NOT_FREE),
-    "a run of x from elsewhere": ("describe_rows<32>(stage, 8)", "describe(stage, 128, 128)", VALUES),
+    "a run of x from elsewhere": ("describe_rows<16 * X_RUNS>(stage, 8)", "describe(stage, 128, 128)", VALUES),
     "the next row of y early": ("row * box.y_line, y", "row * (box.y_line - 8), y", VALUES + "|" + NOT_FREE),
     "a row of y of another channel": (
         "? CHANNELS_OUT * y_channel",
         "? CHANNELS_IN * y_channel",
         VALUES + "|" + NOT_FREE,
     ),
-    "another row of x": ("of_x.h + row % box.h", "of_x.h", VALUES),
-    "bytes that do not come": ("box.pieces() *", "(box.pieces() + 1) *", "waits for ever|not all threads|never"),
+    "another row of x": ("of_x.h + row % rows", "of_x.h", VALUES),
+    "bytes that do not come": ("box.pieces() *", "(box.pieces() + 1) *", NEVER_COME),
+}
+
+
+# The same of planes of x, as rows of more than two runs.
+FAULTS_FLAT = {
+    "other runs of a row": ("% (X_RUNS / 2) ? 2 :", "% (X_RUNS / 2) ? 0 :", VALUES),
+    "other runs of the next row": ("X_RUNS * CHANNELS_IN - X_RUNS + 2)", "X_RUNS * CHANNELS_IN - X_RUNS)", VALUES),
+    "rows over each other": ("to + i * X_RUNS * CHANNELS_IN", "to + i * 2 * CHANNELS_IN", NOT_FREE + "|" + VALUES),
+    "rows one by one": ("rows = flat ? 1 : box.h", "rows = box.h", NEVER_COME),
+    "each box from the first row on": ("flat ? h * (int)p.x_extent[2] : w", "flat ? 0 : w", VALUES),
+    "a row of x further": ("d, flat ? 0 : h, flat", "d, h, flat", VALUES),
 }
 
 
 def run(this: Case, sources: dict[str, str] | None = None) -> None:
     with on_host(this, sources):
-        if this in THESE_BOXED:
-            problem = this.whole_rows((60, 16))
-            assert this.plan_for(problem).maps
+        if this in (*THESE_BOXED, *THESE_FLAT):
+            is_flat, is_wide = this in THESE_FLAT, this.dtype == "bfloat16"
+            problem = this.whole_rows((30, 24 if is_wide else 12) if is_flat else (60, 32 if is_wide else 16))
+            plan = this.plan_for(problem)
+            assert plan.maps
+            assert problem_of(plan)["patches"][0] == is_flat
             check("weight", problem, this.dtype, precision=this.precision)
             return
         for extent in ((22, 16), (26, 19), (1, 1)):  # in pieces, single elements, and a sum of a few products
@@ -285,11 +331,13 @@ def run(this: Case, sources: dict[str, str] | None = None) -> None:
         *((THIS, fault) for fault in FAULTS.values()),
         *((THIS_TF32, fault) for fault in FAULTS_TF32.values()),
         *((this, fault) for this in THESE_BOXED for fault in FAULTS_BOXED.values()),
+        *((this, fault) for this in THESE_FLAT for fault in FAULTS_FLAT.values()),
     ],
     ids=[
         *FAULTS,
         *(f"TF32: {name}" for name in FAULTS_TF32),
         *(f"{kind}, boxed: {name}" for kind in ("bfloat16", "TF32") for name in FAULTS_BOXED),
+        *(f"{kind}, flat: {name}" for kind in ("bfloat16", "TF32") for name in FAULTS_FLAT),
     ],
 )
 def test_fault_is_caught(this: Case, fault: tuple[str, str, str]) -> None:
@@ -299,7 +347,9 @@ def test_fault_is_caught(this: Case, fault: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "this", [THIS, THIS_TF32, *THESE_BOXED], ids=["bfloat16", "TF32", "bfloat16, boxed", "TF32, boxed"]
+    "this",
+    [THIS, THIS_TF32, *THESE_BOXED, *THESE_FLAT],
+    ids=[f"{kind}{how}" for how in ("", ", boxed", ", flat") for kind in ("bfloat16", "TF32")],
 )
 def test_without_a_fault_nothing_is_caught(this: Case) -> None:
     run(this)

@@ -138,12 +138,13 @@ def test_weight_gradients_of_rows_go_by_size(dtype: str, precision: str | None) 
     assert not large.turns
     for plan, other in ((small, large), (large, small)):
         assert any(reason.startswith(f"{other.kernel}: ") and " against " in reason for reason in plan.refused)
-    assert any(reason.endswith("for this size") for reason in large.refused) == (dtype == "bfloat16")
-    # What such estimates were not compared for goes by cost: channels-last arrays, and no stride.
+    assert any(reason.endswith("for this size") for plan in (small, large) for reason in plan.refused)
+    # What such estimates were not compared for, or less good, goes by cost: channels-last, 16 bits without a stride.
+    last = planned(8, last=True)
     no_stride = plan_of("weight_gradient", case((2, 256, 8, 8, 8), 128, 3, padding=1), dtype, precision)
-    for plan in (planned(8, last=True), no_stride):
-        assert plan.kernel == "weight_gradient_tma"
-        assert not plan.clocks
+    assert last.kernel == no_stride.kernel == "weight_gradient_tma"
+    assert not last.clocks
+    assert bool(no_stride.clocks) == (dtype == "float32")
 
 
 def of_problem(plan: Plan) -> dict[str, int]:
@@ -857,37 +858,46 @@ def test_bulk_tensor_copies_bring_what_they_can_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "precision", "brought"),
+    ("width", "dtype", "precision", "runs", "flat"),
     [
-        (40, "bfloat16", None, True),
-        (40, "float16", None, True),
-        (24, "bfloat16", None, False),  # with a third more than there is
-        (24, "float32", "tf32", True),
-        (44, "bfloat16", None, False),  # whose rows no 16 bytes divide
-        (44, "float32", "tf32", True),
-        (42, "float32", "tf32", False),
+        (64, "bfloat16", None, (8, 4), False),
+        (40, "bfloat16", None, (2,), False),
+        (40, "float16", None, (2,), False),
+        (24, "bfloat16", None, (8, 4), True),  # of rows, copies would bring a third more than there is
+        (16, "float32", "tf32", (4, 2), False),
+        (24, "float32", "tf32", (8, 4), True),
+        (44, "bfloat16", None, (), False),  # whose rows no 16 bytes divide
+        (44, "float32", "tf32", (4, 2), False),
+        (42, "float32", "tf32", (), False),
+        (72, "bfloat16", None, (2,), False),  # nine runs: a box of whole rows and copies would be too large
     ],
 )
-def test_bulk_tensor_copies_bring_rows(width: int, dtype: str, precision: str | None, brought: bool) -> None:
+def test_bulk_tensor_copies_bring_rows(
+    width: int, dtype: str, precision: str | None, runs: tuple[int, ...], flat: bool
+) -> None:
     geometry = geometry_of(case((3, 64, 12, 16, width), 32, 2, 2, groups=2))
     arrays = layout_of(geometry)
     plan = plan_weight_gradient_wgmma(geometry, dtype, arrays, precision, DEVICES[90])
-    assert bool(plan.maps) == bool(dict(plan.defines)["BOXED"]) == brought
-    if not brought:
+    assert bool(plan.maps) == bool(dict(plan.defines)["BOXED"]) == bool(runs)
+    if not runs:
         return
     (x, y), fields = plan.maps, problem_of(plan)
     (pieces,) = fields["plane"]
     itemsize = 4 if dtype == "float32" else 2
-    assert x.extents == (width, 16, 12, 64, 3)
+    assert x.extents == ((16 * width, 1, 12, 64, 3) if flat else (width, 16, 12, 64, 3))
+    assert fields["patches"] == (flat, 0)
     assert y.extents == (2 * width, 32, 24, 32, 3)
     assert y.strides == tuple(itemsize * 2 * width * n for n in (1, 32, 24 * 32, 32 * 24 * 32))
     assert (x.dtype, y.dtype) == (precision or dtype, dtype)
-    # A row of x is one step along K of a wgmma; one of y ends where eight channels lie in different banks.
-    assert x.row_bytes == x.swizzled_bytes == 32
+    # A row of x is some steps along K of a wgmma; one of y ends where eight channels lie in different banks.
+    assert plan.tile.x_runs in runs
+    assert x.row_bytes == x.swizzled_bytes == 16 * plan.tile.x_runs
     assert (y.row_bytes, y.swizzled_bytes) == (16 * pieces, 0)
     assert y.row_bytes >= 2 * itemsize * fields["box"][2]
     assert pieces % 4 == 2
-    assert fields["box"][2] % (32 // itemsize) == 0
+    _, of_h, of_w = fields["box"]
+    assert of_w == width if flat else of_w % (x.row_bytes // itemsize) == 0
+    assert of_h * of_w % (x.row_bytes // itemsize) == 0
     assert (x.box, y.box) == ((1, 1, plan.tile.channels_in), (1, 1, plan.tile.channels_out))
 
 
