@@ -33,7 +33,8 @@ from cuconvt.plan_weight_gradient_boxes import (
     are_compared_by_size,
     shares,
 )
-from cuconvt.plan_weight_gradient_wgmma_work import FEWER_STAGES, ITEMSIZES, STAGER_REGISTERS, Shape, Tile, Work
+from cuconvt.plan_weight_gradient_wgmma_tile import FEWER_STAGES, ITEMSIZES, STAGER_REGISTERS, Shape, Tile
+from cuconvt.plan_weight_gradient_wgmma_work import Work
 
 MAX_TILES_IN = 24  # times 8 columns of a product
 MAX_EIGHTS_OUT = 32  # times 8 channels of y
