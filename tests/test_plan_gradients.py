@@ -322,6 +322,10 @@ def test_small_y_in_rows_is_turned_before() -> None:
         ("weight_gradient", case((2, 64, 48, 48, 48), 32, 3, 2, 1, 1), "float32", "tf32", "weight_gradient_wgmma"),
         ("weight_gradient", case((1, 128, 8, 8, 8), 128, 3, padding=1), "float32", "tf32", "weight_gradient_tma"),
         ("weight_gradient", case((2, 64, 64, 64, 64), 32, 2, 2), "float32", "tf32", "weight_gradient_wgmma"),
+        ("weight_gradient", case((2, 256, 24, 24, 24), 128, 2, 2), "bfloat16", None, "weight_gradient_wgmma"),  # planes
+        ("weight_gradient", case((8, 1024, 32, 32), 512, 2, 2), "float32", "tf32", "weight_gradient_wgmma"),
+        ("weight_gradient", case((8, 1024, 32, 32), 512, 2, 2), "bfloat16", None, "weight_gradient_tma"),
+        ("weight_gradient", case((4, 384, 24, 16, 64), 32, 3, padding=1), "float32", "tf32", "weight_gradient_wgmma"),
         ("weight_gradient", FIXED["gan_3d"], "float32", "tf32x3", "weight_gradient_tma"),
         ("weight_gradient", case((1, 64, 32, 64, 45), 3, 5, 2, 1, 1), "bfloat16", None, "weight_gradient_tma"),
         ("weight_gradient", FIXED["depthwise"], "bfloat16", None, "weight_gradient_few_channels"),
