@@ -37,6 +37,7 @@ TILES = {
     "kb61": (Tile(1, 16, 3, 1, 3, 6, 2), Tile(3, 16, 3, 3, 3, 6, 1), Tile(2, 24, 3, 3, 3, 6, 1)),
     "kb58": (Tile(1, 16, 3, 1, 7, 4, 2), Tile(3, 16, 3, 2, 4, 4, 1, 2)),
     "kb77": (Tile(1, 16, 1, 3, 3, 4, 3), Tile(1, 8, 3, 3, 3, 4, 2)),
+    "rows in boxes": (Tile(1, 16, 3, 1, 3, 6, 2, stages=3, x_runs=8),),
 }
 
 
@@ -46,6 +47,12 @@ TILES_TF32 = {
     "kb58": (Tile(1, 16, 3, 1, 7, 4, 2), Tile(3, 16, 3, 2, 4, 4, 1, 2)),
     "gan_3d": (Tile(2, 8, 4, 4, 4, 11, 1), Tile(1, 32, 1, 1, 2, 8, 3)),
     "vocoder_1d": (Tile(2, 32, 1, 1, 4, 11, 1, 4),),
+    "planes in boxes": (Tile(1, 32, 1, 2, 2, 6, 2, stages=3, x_runs=4),),
+}
+# Rows of both arrays that copies bring.
+BROUGHT = {
+    "rows in boxes": case((1, 32, 8, 16, 64), 32, 3, padding=1),
+    "planes in boxes": case((1, 32, 8, 16, 24), 32, 2, 2),
 }
 # Two taps of stride 2 are A as they were loaded; others are selected from two words, or rounded, but where copies of
 # boxes have rounded them.
@@ -90,9 +97,10 @@ ALL = [
 
 
 def plan_of(name: str, dtype: str, tile: Tile) -> Plan:
-    geometry, precision = geometry_of(FIXED[name]), "tf32" if dtype == "float32" else None
+    geometry, precision = geometry_of((FIXED | BROUGHT)[name]), "tf32" if dtype == "float32" else None
     plan = plan_weight_gradient_wgmma(geometry, dtype, layout_of(geometry), precision, DEVICES[90], tile)
     assert isinstance(plan, Plan), plan
+    assert bool(plan.maps) == (name in BROUGHT)
     return plan
 
 
