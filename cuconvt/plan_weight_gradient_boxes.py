@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from math import exp, log, prod
+from collections.abc import Callable, Iterable, Iterator
+from math import exp, inf, log, prod
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import MAX_GRID, Device, Ints, Layout
 from cuconvt.plan_boxes import count_boxes, even_extent
-from cuconvt.plan_search import cheapest_tile
+from cuconvt.plan_search import cheapest_tile, tile_for_size
 
 PIECE_BYTES = 16
 WAVES = 4  # of blocks, at most
@@ -27,7 +27,8 @@ PARTS_BYTES_A_CLOCK = 18
 BESIDE_SUMS = 30  # registers that a product's sums leave, or ptxas refuses it: of those that a thread starts with
 # Beside what estimates say of a launch and of turning arrays before: factors, and the clocks of all else. Fitted to
 # 154 strided layers of many sizes whose arrays are in rows, by bytes of an element: what is left has a spread of 9%
-# where y is turned, and of 14% where it is read as it is, by copies of boxes or by threads.
+# where y is turned, and of 14% where it is read as it is, by copies of boxes or by threads; of the former in 32 bits
+# anew, to 175 layers.
 OF_TURNED = {2: (0.963, 1.053, 16700), 4: (1.046, 0.86, 18000)}
 OF_ROWS = {2: (1.067, 0.886, 12400), 4: (1.06, 1.198, 15000)}
 TYPICAL_EXTENTS = {1: (256, 4096), 2: (16, 64, 128), 3: (8, 32, 48, 64)}  # of an axis, by rank
@@ -122,6 +123,11 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
                     best = Choice(clocks, box, parts)
         return best
 
+    def clocks_of_size(self, tile: AnyTile, n: int, extents: Ints, device: Device) -> float | None:
+        """Estimate the clocks of a launch for so many positions, or None where no box fits."""
+        choice = self.best_box(tile, n, extents, device)
+        return choice and choice.clocks
+
     def parts(self, tile: AnyTile, boxes: int, device: Device) -> list[int]:
         """Return into how many parts so many boxes may be cut: as many as some rounds of blocks take, or one."""
         tiles = self.tiles_of_weights(tile)
@@ -179,6 +185,23 @@ class WorkOnBoxes(ABC, Generic[AnyTile]):
             lambda tile: self.typical_cost(tile, device),
         )
         return best and best[0]
+
+
+def tile_of_size(
+    work: WorkOnBoxes[AnyTile], geometry: Geometry, device: Device, choose: Callable[..., AnyTile | None]
+) -> AnyTile | None:
+    """Return what `tile_for_size` finds for a weight gradient, or None; `choose` finds the best tile of a size."""
+    g = geometry
+    if min(*g.x_extent, g.n) == 0:
+        return None
+
+    def search(n: int, extents: Ints) -> AnyTile | None:
+        return choose(work.shape, n, extents, device)
+
+    def clocks(tile: AnyTile, n: int, extents: Ints) -> float:
+        return work.clocks_of_size(tile, n, extents, device) or inf
+
+    return tile_for_size(g.n, g.x_extent, search, clocks)
 
 
 def are_compared_by_size(geometry: Geometry, layout: Layout, itemsize: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from math import gcd, inf, prod
+from math import gcd, prod
 
 from cuconvt.geometry import Geometry
 from cuconvt.plan import (
@@ -23,7 +23,7 @@ from cuconvt.plan import (
     refuse_tensor_cores,
     round_up,
 )
-from cuconvt.plan_search import cheapest_tile, remembered, tile_for_size
+from cuconvt.plan_search import cheapest_tile, remembered
 from cuconvt.plan_single import without_taps
 from cuconvt.plan_turn import TURN_FIELDS, TURN_THREADS
 from cuconvt.plan_views import batch_as_depth
@@ -34,6 +34,7 @@ from cuconvt.plan_weight_gradient_boxes import (
     OF_TURNED,
     are_compared_by_size,
     shares,
+    tile_of_size,
 )
 from cuconvt.plan_weight_gradient_tma_sides import Sides
 from cuconvt.plan_weight_gradient_tma_work import (
@@ -155,7 +156,7 @@ def plan_images(
     cost, sides, work, tile = min(choices, key=lambda choice: choice[0])
     g = sides.geometry
     if given is None:
-        tile = _tile_of_size(work, g, device) or tile
+        tile = tile_of_size(work, g, device, choose_tile_of_size) or tile
     choice = free = work.best_launch(tile, g.n, g.x_extent, device, 2**63)
     if free is not None and work.workspace_bytes(tile, g.n, g.x_extent, free) > room:
         choice = work.best_launch(tile, g.n, g.x_extent, device, room)
@@ -232,18 +233,6 @@ def _refuse(geometry: Geometry, dtype: str, precision: str | None, device: Devic
     return refuse_steps(geometry)
 
 
-def _tile_of_size(work: Work, geometry: Geometry, device: Device) -> Tile | None:
-    def search(n: int, extents: Ints) -> Tile | None:
-        found: Tile | None = choose_tile_of_size(work.shape, n, extents, device)
-        return found
-
-    def clocks(tile: Tile, n: int, extents: Ints) -> float:
-        launch = work.best_launch(tile, n, extents, device, 2**63)
-        return inf if launch is None else launch.clocks
-
-    return tile_for_size(geometry.n, geometry.x_extent, search, clocks)
-
-
 def _reach(geometry: Geometry) -> Iterator[int]:
     """Yield the largest positions along each axis."""
     g = geometry
@@ -262,14 +251,13 @@ def choose_tile(shape: Shape, device: Device) -> Tile | None:
 def choose_tile_of_size(shape: Shape, n: int, extents: Ints, device: Device) -> Tile | None:
     """Return the best tile for so many positions: the parts that blocks sum, and the blocks, are many or few."""
     work = Work(shape)
-
-    def clocks(tile: Tile) -> float | None:
-        launch = work.best_launch(tile, n, extents, device, 2**63)
-        return None if launch is None else launch.clocks
-
     # The first bounds are alike, so that of tiles that take the same it is the first one.
     alike = ((0.0, tile) for tile in tiles(work))
-    found = cheapest_tile(alike, lambda tile: work.least_clocks(tile, n, extents, device), clocks)
+    found = cheapest_tile(
+        alike,
+        lambda tile: work.least_clocks(tile, n, extents, device),
+        lambda tile: work.clocks_of_size(tile, n, extents, device),
+    )
     return None if found is None else found[0]
 
 

@@ -354,6 +354,10 @@ class Work(WorkOnBoxes[Tile]):
         strides = row_bytes, of_box, of_box, boxes * of_box
         return TensorMap("float32", extents, strides, (extents[1], 1, 1), (1, 1, 1), PLAIN_ROW, plain=True), y
 
+    def clocks_of_size(self, tile: Tile, n: int, extents: Ints, device: Device) -> float | None:
+        launch = self.best_launch(tile, n, extents, device, 2**63)
+        return launch and launch.clocks
+
     def best_launch(
         self, tile: Tile, n: int, extents: Ints, device: Device, room: int, is_typical: bool = False
     ) -> Launch | None:

@@ -23,7 +23,7 @@ from cuconvt.plan import (
 )
 from cuconvt.plan_boxes import count_boxes
 from cuconvt.plan_correlate import reads_need_64_bits
-from cuconvt.plan_search import cheapest_tile, remembered, tile_for_size
+from cuconvt.plan_search import cheapest_tile, remembered
 from cuconvt.plan_views import batch_as_depth
 from cuconvt.plan_weight_gradient_boxes import (
     BESIDE_SUMS,
@@ -32,6 +32,7 @@ from cuconvt.plan_weight_gradient_boxes import (
     OF_ROWS,
     are_compared_by_size,
     shares,
+    tile_of_size,
 )
 from cuconvt.plan_weight_gradient_wgmma_tile import FEWER_STAGES, ITEMSIZES, STAGER_REGISTERS, Shape, Tile
 from cuconvt.plan_weight_gradient_wgmma_work import Work
@@ -65,16 +66,17 @@ def plan_weight_gradient_wgmma(
     index64 = reads_need_64_bits(geometry, layout, LARGEST_BOX)
     work = Work(Shape.of(geometry, layout, ITEMSIZES[dtype], index64))
     times = _compared(geometry, layout, work.itemsize) * geometry.n * prod(geometry.x_extent)
-    has_tile = tile is not None
-    if tile is None:
+    usual = tile
+    if usual is None:
         if (least := times * work.least_compared() * least_of_all(work.shape, device)) > most:
             return Refusal(name, f"cost at least {least:.3g} against {most:.3g}")
-        tile = choose_tile(work.shape, device)
-    cost = None if tile is None else work.typical_cost(tile, device)
-    if tile is None or cost is None:
+        usual = choose_tile(work.shape, device)
+    cost = None if usual is None else work.typical_cost(usual, device)
+    if usual is None or cost is None:
         return Refusal(name, f"no box with what its taps reach fits into {device.shared_bytes} bytes of shared memory")
-    if work.reach(tile).boxed and not has_tile:
-        tile = _tile_of_size(work, geometry, device) or tile
+    if tile is None and work.reach(usual).boxed:
+        tile = tile_of_size(work, geometry, device, choose_tile_of_size)
+    tile = tile or usual
     tiles = work.tiles_of_weights(tile)
     choice = work.best_box(tile, geometry.n, geometry.x_extent, device) if tiles <= MAX_GRID else None
     if choice is None or geometry.n * count_boxes(geometry.x_extent, choice.box) >= 2**31:
@@ -150,34 +152,13 @@ def choose_tile(shape: Shape, device: Device) -> Tile | None:
     return Work(shape).best_tile(bounded_tiles(shape, device), device)
 
 
-def _tile_of_size(work: Work, geometry: Geometry, device: Device) -> Tile | None:
-    """Return a tile with little estimated time for so many positions, of those that copies bring boxes to, or None."""
-    g = geometry
-    if min(*g.x_extent, g.n) == 0:
-        return None
-
-    def search(n: int, extents: Ints) -> Tile | None:
-        return choose_tile_of_size(work.shape, n, extents, device)
-
-    def clocks(tile: Tile, n: int, extents: Ints) -> float:
-        choice = work.best_box(tile, n, extents, device)
-        return choice.clocks if choice else inf
-
-    return tile_for_size(g.n, g.x_extent, search, clocks)
-
-
 @remembered(Tile)
 def choose_tile_of_size(shape: Shape, n: int, extents: Ints, device: Device) -> Tile | None:
     """Return the best of the tiles whose boxes copies bring, for so many positions."""
     work = Work(shape)
     of_position = n * prod(extents) / device.multiprocessors
     bounded = ((bound * of_position, tile) for bound, tile in bounded_tiles(shape, device) if work.reach(tile).boxed)
-
-    def clocks(tile: Tile) -> float | None:
-        choice = work.best_box(tile, n, extents, device)
-        return choice and choice.clocks
-
-    best = cheapest_tile(bounded, clocks)
+    best = cheapest_tile(bounded, lambda tile: work.clocks_of_size(tile, n, extents, device))
     return best and best[0]
 
 

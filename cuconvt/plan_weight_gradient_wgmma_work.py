@@ -148,12 +148,15 @@ class Work(WorkOnBoxes[Tile]):
 
     def boxes(self, extents: Ints) -> Iterator[Ints]:
         """Yield the same; where copies bring several runs of x, with whole copies for each, too."""
-        if not self.shape.flat:
-            for d, h, w in super().boxes(extents):
-                yield d, h, w
-                for more in sorted({round_up(w, x_runs * self.piece) for x_runs in self.shape.x_runs} - {w}):
-                    yield d, h, more
-            return
+        yield from dict.fromkeys(self._flat_boxes(extents) if self.shape.flat else self._boxes_of_rows(extents))
+
+    def _boxes_of_rows(self, extents: Ints) -> Iterator[Ints]:
+        for d, h, w in super().boxes(extents):
+            yield d, h, w
+            for x_runs in self.shape.x_runs:
+                yield d, h, round_up(w, x_runs * self.piece)
+
+    def _flat_boxes(self, extents: Ints) -> Iterator[Ints]:
         runs = -(-extents[2] // self.piece)
         whole = {x_runs // gcd(x_runs, runs) for x_runs in self.shape.x_runs}  # rows
         for h in sorted({round_up(even_extent(extents[1], most), rows) for most in (1, 2, 4, 8, 16) for rows in whole}):

@@ -219,14 +219,17 @@ struct Problem {
     long long box[3];        // its extents along D, H, W
     long long plane;         // positions that are staged, and what is read beyond them
     long long patches[2];    // 8 x 8 patches of the box along H and W, or zeros: 64 positions in a row
-                             // (of narrow groups, whether the weights are as the call has them; of a weight gradient, whether
-                             // sums of other images are there already; of phase_rows.cu, see there)
+                             // (of narrow groups, whether the weights are as the call has them; of weight_gradient_tma.cu, whether
+                             // sums of other images are there already; of rows that copies bring, see `is_flat`)
     long long blocks;        // boxes in all, for blocks that take one after the other
     long long box_magic[4];  // for dividing by what such a kernel has to
     long long planes[2];     // of a result of which only some are reached by taps: all along D, and the first such one
     long long shares[9];     // of blocks that slide along D: see `part_of` in phase_wgmma.cu
     long long together;      // results of a row that a thread stores together, where they are turned (see wgmma_store.cuh)
 };
+
+// Whether the rows of a plane of x are one row of a copy, where copies bring rows.
+__device__ __forceinline__ bool is_flat(const Problem& p) { return p.patches[0] != 0; }
 
 // n / d for all n < 2^31. The host gives d as m + 2^32 s with m = ceil(2^(31 + s) / d): n / d = n m / 2^(31 + s).
 __device__ __forceinline__ unsigned quotient(unsigned n, long long magic) {

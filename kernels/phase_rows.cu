@@ -126,8 +126,7 @@ static_assert(TILES_M * K_STEPS % 2 == 0, "fragments alternate, from one call of
 
 // ---- boxes -------------------------------------------------------------------------------------------------------------
 
-// Whether the rows of a plane are one row of a copy, and how many rows along H a copy has.
-__device__ __forceinline__ bool is_flat(const Problem& p) { return p.patches[0] != 0; }
+// How many rows along H a copy has.
 __device__ __forceinline__ int lines(const Problem& p) { return (int)p.patches[1]; }
 
 // Whether the first output of a phase belongs to a position one further.

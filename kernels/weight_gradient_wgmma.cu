@@ -191,10 +191,8 @@ struct Start {
     int n, channel, d, h, w;
 };
 
-// Whether the rows of a plane of x are one row of a copy. The box has whole rows then.
-__device__ __forceinline__ bool is_flat(const Problem& p) { return p.patches[0] != 0; }
-
-// Names all that a stage is copied from: lanes of a warp take turns, since working out a place takes a while.
+// Names all that a stage is copied from: lanes of a warp take turns, since working out a place takes a while. Where x is flat, a box
+// has whole rows.
 __device__ __forceinline__ void bring_box(Piece* to, const TensorMap* x, const TensorMap* y, const Start& of_x, const Start& of_y,
                                           const Box& box, bool flat, Barrier* full) {
     const int lane = (int)threadIdx.x % 32;
@@ -206,7 +204,8 @@ __device__ __forceinline__ void bring_box(Piece* to, const TensorMap* x, const T
     for (int i = lane; i < copies; i += 32) {
         if (i < copies_of_x) {
             const int row = i / of_row, w = i % of_row * X_RUNS * PIECE;
-            copy_box(to + i * X_RUNS * CHANNELS_IN, x, of_x.w + w, of_x.h + row % rows, of_x.d + row / rows, of_x.channel, of_x.n, full);
+            copy_box(to + i * X_RUNS * CHANNELS_IN, x, of_x.w + w, of_x.h + row % rows, of_x.d + row / rows, of_x.channel, of_x.n,
+                     full);
         } else {
             const int row = i - copies_of_x, h = row % box.y_h * AxisH::GAP, d = row / box.y_h * AxisD::GAP;
             copy_box(to + box.x_pieces + row * box.y_line, y, of_y.w, of_y.h + h, of_y.d + d, of_y.channel, of_y.n, full);

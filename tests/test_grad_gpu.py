@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -277,23 +278,31 @@ BOXED_ROWS = {
 }
 
 
-@pytest.fixture(params=[0, 1], ids=["rows_of_a_class", "all_rows"])
-def by_boxes(request: Any) -> Iterator[None]:
+@contextmanager
+def any_tile_of_boxes(all_rows: bool, swizzled: bool) -> Iterator[None]:
     """Take any tile whose boxes have the rows of one class of taps along H, or of all."""
     from cuconvt import cuda_gradients
     from cuconvt import plan_correlate_rows as rows
 
     def plan_any(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Plan:
         work = rows.Work(*rows.as_read(geometry, layout), dtype, precision)
-        whole_h = request.param == 1 and work.live[1] > 1 and not work.join_h
-        tiles = [tile for tile in rows.tiles(work) if tile.whole_h == whole_h]
+        assert work.can_swizzle or not swizzled
+        whole_h = all_rows and work.live[1] > 1 and not work.join_h
+        tiles = [tile for tile in rows.tiles(work, swizzled) if tile.whole_h == whole_h]
         random.Random(str(geometry)).shuffle(tiles)
         plans = (rows.plan_tile(geometry, dtype, layout, precision, device, tile) for tile in tiles)
         plan = next(plan for plan in plans if isinstance(plan, Plan))
         assert plan.maps
+        assert plan.maps[0].swizzled_bytes == (128 if swizzled else 0)
         return plan
 
     with planned_by(plan_any, cuda_gradients, "make_correlate_plan", cuda_gradients._prepare_correlate):
+        yield
+
+
+@pytest.fixture(params=[False, True], ids=["rows_of_a_class", "all_rows"])
+def by_boxes(request: Any) -> Iterator[None]:
+    with any_tile_of_boxes(request.param, swizzled=False):
         yield
 
 
@@ -319,24 +328,9 @@ SWIZZLED_ROWS = {
 }
 
 
-@pytest.fixture(params=[0, 1], ids=["rows_of_a_class", "all_rows"])
+@pytest.fixture(params=[False, True], ids=["rows_of_a_class", "all_rows"])
 def by_swizzled(request: Any) -> Iterator[None]:
-    """Take any tile with such rows."""
-    from cuconvt import cuda_gradients
-    from cuconvt import plan_correlate_rows as rows
-
-    def plan_any(geometry: Any, dtype: str, layout: Any, precision: str | None, device: Any) -> Plan:
-        work = rows.Work(*rows.as_read(geometry, layout), dtype, precision)
-        whole_h = request.param == 1 and work.live[1] > 1
-        assert work.can_swizzle
-        tiles = [tile for tile in rows.tiles(work, swizzled=True) if tile.whole_h == whole_h]
-        random.Random(str(geometry)).shuffle(tiles)
-        plans = (rows.plan_tile(geometry, dtype, layout, precision, device, tile) for tile in tiles)
-        plan = next(plan for plan in plans if isinstance(plan, Plan))
-        assert plan.maps[0].swizzled_bytes == 128
-        return plan
-
-    with planned_by(plan_any, cuda_gradients, "make_correlate_plan", cuda_gradients._prepare_correlate):
+    with any_tile_of_boxes(request.param, swizzled=True):
         yield
 
 
