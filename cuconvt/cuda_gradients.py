@@ -19,7 +19,7 @@ from cuconvt.plan_correlate_turning import plan_unstrided
 from cuconvt.plan_search import kept_in
 from cuconvt.plan_turn import TURN_THREADS
 from cuconvt.plan_turned import turned
-from cuconvt.plan_weight_gradient import SUM_THREADS, make_weight_gradient_plan, sum_blocks
+from cuconvt.plan_weight_gradient import SUM_THREADS, make_weight_gradient_plan, spread_bytes, sum_blocks
 
 
 def correlate(y: Any, weight: Any, bias: Any, geometry: Geometry, precision: str | None, out: Any) -> Launch:
@@ -121,9 +121,12 @@ def prepare_weight_gradient(plan: Plan, dtype: str, device: Device) -> WeightGra
     add = turn = None
     early = can_start_early(device.compute_capability)
     if plan.sums:
-        add = load(plan, f"{plan.kernel}_add", device).bind(
-            sum_blocks(plan, dtype), SUM_THREADS, 0, problem, pointers=2, early=early
-        )
+        second = load(plan, f"{plan.kernel}_add", device)
+        blocks, own = sum_blocks(plan, dtype), second.static_shared_bytes
+        spread = spread_bytes(blocks, own, device) if early else 0
+        if spread:
+            second.allow_shared_bytes(device.shared_bytes - own)  # plans share it
+        add = second.bind(blocks, SUM_THREADS, spread, problem, pointers=2, early=early)
     if plan.turn_blocks:
         turn = load(plan, f"{plan.kernel}_turn", device).bind(
             plan.turn_blocks, TURN_THREADS, plan.turn_shared_bytes, struct_of(plan.turns), pointers=4

@@ -40,6 +40,11 @@ class Kernel:
         self._raw = raw  # it keeps the module
         self._function = raw.kernel.ptr
 
+    @property
+    def static_shared_bytes(self) -> int:
+        """What a block has, besides what launches ask for."""
+        return int(self._raw.shared_size_bytes)
+
     def allow_shared_bytes(self, count: int) -> None:
         """Let launches ask for so much dynamic shared memory."""
         self._raw.max_dynamic_shared_size_bytes = count

@@ -38,7 +38,8 @@ MAX_TAPS = 16  # of a tile along one axis
 WAVES = 4  # of blocks, at most
 LEAST_BOXES = 2  # that a block walks over, for a part costs its share of the second pass
 BOXES_AROUND = 2  # what a block takes before and after its boxes, in boxes
-SUM_THREADS = 256  # of a block of the second pass,
+MOST_SUM_BLOCKS = 8  # of the second pass, that a multiprocessor has threads for
+SUM_THREADS = 256  # of such a block,
 MAX_SLICES = 8  # up to how many of which share a value,
 PARTS_OF_SLICE = 8  # and how many parts each of these adds up before: kernels/partial_sums.cuh
 
@@ -197,6 +198,19 @@ def sum_blocks(plan: Plan, dtype: str) -> int:
     parts = plan.workspace_bytes // (plan.sums * (8 if dtype == "float64" else 4))
     slices = next(n for n in (1, 2, 4, MAX_SLICES) if n == MAX_SLICES or n * PARTS_OF_SLICE >= parts)
     return -(-plan.sums // (SUM_THREADS // slices))
+
+
+def spread_bytes(blocks: int, static_bytes: int, device: Device) -> int:
+    """Return the dynamic shared memory of the second pass with which a multiprocessor holds its share of blocks alone.
+
+    Its blocks come one by one, as those of the first pass end. The multiprocessors that are done first would take
+    several each, and the last ones none.
+    """
+    share = -(-blocks // device.multiprocessors)
+    if share >= MOST_SUM_BLOCKS:
+        return 0
+    too_many = (device.shared_bytes + RESERVED_BYTES) // (share + 1)
+    return max(0, round_up(too_many + 1, RESERVED_BYTES) - RESERVED_BYTES - static_bytes)
 
 
 def _tiles_of_weights(geometry: Geometry, tile: Tile) -> int:

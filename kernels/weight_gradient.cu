@@ -216,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         accumulate(acc, my_x, my_y, thread_k);
     }
 
+    let_next_kernel_start();  // the second one: its blocks come as these end
     // The threads that shared the runs of the boxes are added up.
     if (THREADS_K > 1) {
         __syncthreads();

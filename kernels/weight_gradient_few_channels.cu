@@ -209,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             slide<RowAlone>(acc, me, p);
     }
 
+    let_next_kernel_start();  // the second one: its blocks come as these end
     // The threads of a pair of channels are added up: within a warp, and then its warps.
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) {

@@ -572,6 +572,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             part.count -= boxes;
             continue;
         }
+        let_next_kernel_start();  // the second one: its blocks come as these end
         Kept* const to = reinterpret_cast<Kept*>(parts) + part.slot * (VALUES / 4) + threadIdx.x;
         if (p.patches[0] || goes_on) {
 #pragma unroll

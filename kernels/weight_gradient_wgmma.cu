@@ -659,6 +659,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const auto sum_of = [&](int i) { return acc.value[tile_of_sum(i)][i / SUMS_OF_TAP % TAPS_W][i % SUMS_OF_TAP]; };
     if (p.tiles[3] > 1) {
+        let_next_kernel_start();  // the second one: its blocks come as these end
         parts += blockIdx.x * (long long)VALUES + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) parts[i * WORKER_THREADS] = sum_of(i);

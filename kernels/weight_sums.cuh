@@ -29,6 +29,7 @@ __device__ __forceinline__ void add_warps(float (&acc)[SUMS / 4][4], void* share
 __device__ __forceinline__ void store_sums(const float (&acc)[SUMS / 4][4], const Weight& first, float* parts, Stored* out,
                                            const Problem& p) {
     if (p.tiles[3] > 1) {
+        let_next_kernel_start();  // the second one: its blocks come as these end
         parts += blockIdx.x * (long long)VALUES + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) parts[i * THREADS_C] = acc[i / 4][i % 4];

@@ -84,7 +84,7 @@ class Backend:
 
             return launch
 
-        return SimpleNamespace(bind=bind, allow_shared_bytes=lambda count: None)
+        return SimpleNamespace(bind=bind, allow_shared_bytes=lambda count: None, static_shared_bytes=0)
 
 
 @contextmanager

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from described import DEVICES
 from gpu_tools import to_gpu
 from gradients import exact_input, exact_weight, gradient_of
 from no_gpu import PARAMETERS, SHAPES, Backend, without_gpu
 from strategies import DTYPES, case
 
 import cuconvt
-from cuconvt import backends, warm
+from cuconvt import backends, cuda_gradients, warm
+from cuconvt.plan_weight_gradient import spread_bytes
 
 CONV = {"stride": 2, "padding": 1}
 INPUTS = (2, 6, 6, 8, 10)  # of a convolution, which gives what has the shape of x
@@ -96,6 +98,21 @@ def test_of_two_plans_without_a_stride_one_is_printed(
     (plan,) = capsys.readouterr().err.split("cuconvt plan for ")[1:]
     assert "correlate_wgmma: grid" in plan
     assert "X_TURNED=1" in plan
+
+
+def test_the_second_pass_is_spread_where_it_starts_early(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks then come one by one; where they come at once, the hardware spreads them itself."""
+    shared = {}
+    for early in (False, True):
+        cuda_gradients._prepare_weight_gradient.cache_clear()
+        warm._slot.cache_clear()
+        monkeypatch.setattr(cuda_gradients, "can_start_early", lambda compute_capability, early=early: early)
+        x, grad = backend.array((2, 16, 24, 24, 24)), backend.array((2, 32, 24, 24, 24))
+        cuconvt.grad.conv3d_weight(x, (32, 16, 3, 3, 3), grad, padding=1)
+        entry, _, grid, _, shared[early] = backend.launched[-1].kernel
+        assert entry.endswith("_add")
+    assert shared == {False: 0, True: spread_bytes(grid, 0, DEVICES[90])}
+    assert shared[True] > 0
 
 
 @every_operation

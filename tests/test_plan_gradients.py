@@ -29,6 +29,7 @@ from cuconvt.plan_weight_gradient import (
     MAX_WORKSPACE_BYTES,
     make_weight_gradient_plan,
     plan_weight_gradient,
+    spread_bytes,
     sum_blocks,
 )
 from cuconvt.plan_weight_gradient_few_channels import plan_weight_gradient_few_channels
@@ -828,6 +829,26 @@ def test_blocks_of_the_second_pass(parts: int, blocks: int) -> None:
         plan = Plan("weight_gradient", (), 1, 128, 0, (), 0.0, workspace_bytes=itemsize * 2000 * parts, sums=2000)
         assert sum_blocks(plan, dtype) == blocks
         assert sum_blocks(dataclasses.replace(plan, sums_a_block=500), dtype) == 4
+
+
+@pytest.mark.parametrize("arch", [90, 120])
+@pytest.mark.parametrize("static", [0, 2048, 40 * 1024])
+def test_blocks_of_the_second_pass_are_spread_evenly(arch: int, static: int) -> None:
+    """A multiprocessor has room for its share of them, if it had any way, and for no more."""
+    device = DEVICES[arch]
+    room = device.shared_bytes + 1024
+    limited = 0
+    for blocks in (1, 100, *(device.multiprocessors * k + i for k in range(1, 12) for i in (0, 1))):
+        share, spread = -(-blocks // device.multiprocessors), spread_bytes(blocks, static, device)
+        held = room // (spread + static + 1024)
+        assert held >= min(share, room // (static + 1024))
+        assert spread + static <= device.shared_bytes
+        if share < 8:
+            assert held <= share
+            limited += spread > 0
+        else:
+            assert spread == 0
+    assert limited
 
 
 def test_grid_covers_every_weight() -> None:
