@@ -194,8 +194,7 @@ def plan_images(
         turning = work.turning_clocks() * g.n * prod(g.x_extent) / device.multiprocessors
         clocks = of_launch * choice.clocks + of_turning * turning + beside
     patches = work.tiles_of_channels(tile) * tile.tiles_m * tile.rows // 16 * tile.tiles_n
-    blocks = -(-patches // work.patches_together())
-    in_order = share.parts <= FEW_PARTS and blocks >= device.multiprocessors // 2 and work.adds_in_order(tile)
+    together = work.patches_together(tile, patches, device) if share.parts <= FEW_PARTS else 0
     stages = work.stages(tile, work.stage_bytes(tile, box), device)
     parts_bytes = 0 if stored_bytes else (2 if is_one else 4) * tile.values * share.slots
     turned_x = parts_bytes if turns[0] else -1
@@ -207,12 +206,12 @@ def plan_images(
         block=128 * (tile.workers + 1),
         shared_bytes=ALIGNMENT + max(stages * work.stage_bytes(tile, box), stored_bytes),
         problem=problem_parameters(
-            g, layout, (*boxes, 1), out_vector=in_order, box=(*box, stages, 0, 0, share.of_block, 0, 0, 0, 0)
+            g, layout, (*boxes, 1), out_vector=together, box=(*box, stages, 0, 0, share.of_block, 0, 0, 0, 0)
         ),
         cost=work.compared(sides.y_is_loose) * (cost + work.turning_clocks()) * g.n * prod(g.x_extent),
         workspace_bytes=parts_bytes + of_x + of_y,
         sums=0 if stored_bytes else patches * SUMS_OF_PATCH * prod(g.kernel),
-        sums_a_block=SUMS_OF_PATCH * (prod(g.kernel) * work.patches_together() if in_order else 1),
+        sums_a_block=SUMS_OF_PATCH * (prod(g.kernel) * together or 1),
         maps=maps,
         turned=(turned_x, turned_y) if any(turns) else (),
         turns=tuple(number for turn in turns for number in (turn or (0,) * TURN_FIELDS)) if any(turns) else (),

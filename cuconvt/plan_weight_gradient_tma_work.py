@@ -23,6 +23,7 @@ LEAST_STAGES, MAX_STAGES = 2, 8
 COPIER_REGISTERS, MAX_REGISTERS = 24, 240  # of a thread
 ROWS = {2: 64, 4: 16}  # of the product that have one tap, by bytes of an element
 LARGEST_BOX = 512  # positions
+MOST_TOGETHER = 4  # patches of a block of the second pass that has all taps, where they are not few
 MAX_PRODUCTS = 4096  # of 16 positions, that a block adds up before it adds them to others in memory
 # The same in 3xTF32 of rows that are no whole runs, and of fewer positions in all: what tensor cores cut off of a box's
 # sums is a larger share of few of them than of many.
@@ -256,15 +257,21 @@ class Work(WorkOnBoxes[Tile]):
         self.tile: Tile | None = None  # the last one whose sizes were asked for, and these: see `of_tile`
         self.sizes: dict[Any, Any] = {}
 
-    def adds_in_order(self, tile: Tile) -> bool:
-        """Whether a block of the second pass has room for all taps of its channels, as the kernel decides."""
-        of_x, of_y = (16, 8) if tile.rows_of_x else (8, 16)
-        return 4 * of_x * (of_y * (prod(self.shape.kernel) | 1) + 4) <= MAX_BYTES_OF_SUMS
+    def patches_together(self, tile: Tile, patches: int, device: Device) -> int:
+        """Return of how many patches a block of the second pass has all taps; 0 where it has one tap.
 
-    def patches_together(self) -> int:
-        """Return the patches of a block of the second pass that has all taps: several keep its warps busy with few."""
-        taps, warps = prod(self.shape.kernel), SUM_THREADS // 32
-        return ceil_div(2 * warps, taps) if taps < warps else 1
+        Several keep its warps busy where taps are few; more cost less each, if they are enough for all multiprocessors.
+        """
+        of_x, of_y = (16, 8) if tile.rows_of_x else (8, 16)
+        taps = prod(self.shape.kernel)
+        room = MAX_BYTES_OF_SUMS // (4 * of_x * (of_y * (taps | 1) + 4))  # as the kernel decides
+        together = ceil_div(2 * SUM_THREADS // 32, taps) if taps < SUM_THREADS // 32 else 1
+        if not room or ceil_div(patches, together) < device.multiprocessors // 2:
+            return 0
+        most = min(room, MOST_TOGETHER)
+        while 2 * together <= most and ceil_div(patches, 2 * together) >= 2 * device.multiprocessors:
+            together *= 2
+        return together
 
     def tiles_of_channels(self, tile: Tile) -> int:
         s = self.shape

@@ -608,9 +608,13 @@ constexpr int OF_X = ROWS_OF_X ? 16 : 8, OF_Y = 128 / OF_X;                     
 // Weights in shared memory: channels of y are an odd number of words apart, and neighbours in a warp lie in different banks.
 constexpr int NEXT_Y = ALL_TAPS | 1, NEXT_X = OF_Y * NEXT_Y + 4, RUN = OF_Y * ALL_TAPS;
 constexpr bool IN_ORDER = OF_X * NEXT_X * 4 <= MAX_BYTES_OF_SUMS;
-constexpr int TOGETHER = ALL_TAPS < WARPS ? ceil_div(2 * WARPS, ALL_TAPS) : 1;  // patches of a block that has all taps
+// Patches of a block that has all taps: so many keep its warps busy, and the most of a launch.
+constexpr int FEWEST_TOGETHER = ALL_TAPS < WARPS ? ceil_div(2 * WARPS, ALL_TAPS) : 1, MOST_TOGETHER = 4;
+constexpr int WANTED = FEWEST_TOGETHER < MOST_TOGETHER ? MOST_TOGETHER : FEWEST_TOGETHER;
+constexpr int ROOM = IN_ORDER ? MAX_BYTES_OF_SUMS / (OF_X * NEXT_X * 4) : 1, TOGETHER = ROOM < WANTED ? ROOM : WANTED;
 
-template <class More> __device__ __forceinline__ void add(Four& sum, const More& more) {
+// `more` is copied: else its elements are loaded one by one.
+template <class More> __device__ __forceinline__ void add(Four& sum, const More more) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum.value[i] += widen(more.value[i]);
 }
@@ -669,32 +673,20 @@ __device__ __forceinline__ void store_runs(const float* sums, const Weight (&fir
     }
 }
 
-__device__ __forceinline__ void add_in_order(const Kept* parts, Stored* out, const Problem& p) {
-    constexpr int UNITS_OF_SUM = TOGETHER * ALL_TAPS;  // a patch's sums of one tap
-    constexpr int AT_ONCE = UNITS_OF_SUM > 3 * WARPS ? 4 : ceil_div(UNITS_OF_SUM, WARPS);
-    __shared__ float sums[IN_ORDER ? TOGETHER * OF_X * NEXT_X : 1];
-    __shared__ Sums of_units[IN_ORDER ? UNITS_OF_SUM : 1];
-    __shared__ Weight first[TOGETHER];
-    const Shares shares(p);
-    const unsigned number = blockIdx.x * TOGETHER;
-    const int patches = (int)min(shares.tiles / TILES_OF_TAPS * PATCHES - number, (unsigned)TOGETHER);
-    for (int i = (int)threadIdx.x; i < patches * ALL_TAPS; i += SUM_THREADS)
-        of_units[i] = sums_of(Patch(number + i / ALL_TAPS), i % ALL_TAPS, shares);
-    const int last = SUM_THREADS - 1 - (int)threadIdx.x;  // whose warp has no units, if they are few
-    if (last < patches) first[last] = Patch(number + last).first(p);
-    __syncthreads();
+// Adds up units, each a patch's sums of one tap, AT_ONCE of a warp at a time, and puts them in shared memory.
+template <int AT_ONCE>
+__device__ __forceinline__ void add_units(const Kept* parts, const Sums* of_units, int units, float* sums, const Shares& shares) {
     const unsigned next = shares.tiles * (unsigned)(VALUES / 4);  // from part to part of blocks that have a tile alone
-    const int lane = (int)threadIdx.x % 32, units = patches * ALL_TAPS;
-    wait_for_kernel_before();
+    const unsigned lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int unit = (int)threadIdx.x / 32; unit < units; unit += AT_ONCE * WARPS) {
-        const Kept *whole[AT_ONCE], *rest[AT_ONCE];
+        unsigned whole[AT_ONCE], rest[AT_ONCE];
         Four sum[AT_ONCE];
         int count[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const Sums from = of_units[min(unit + i * WARPS, units - 1)];
-            whole[i] = parts + from.whole + lane, rest[i] = parts + from.rest + lane;
+            whole[i] = from.whole + lane, rest[i] = from.rest + lane;
             count[i] = unit + i * WARPS < units ? from.parts_of_rest : -1;
             sum[i] = {{0, 0, 0, 0}};
         }
@@ -702,7 +694,7 @@ __device__ __forceinline__ void add_in_order(const Kept* parts, Stored* out, con
         for (unsigned part = 0; part < shares.whole; ++part) {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
-                if (count[i] >= 0) add(sum[i], *whole[i]);
+                if (count[i] >= 0) add(sum[i], parts[whole[i]]);
                 whole[i] += next;
             }
         }
@@ -710,7 +702,7 @@ __device__ __forceinline__ void add_in_order(const Kept* parts, Stored* out, con
         for (int part = 0; part < 2; ++part) {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
-                if (part < count[i]) add(sum[i], rest[i][part * (VALUES / 4)]);
+                if (part < count[i]) add(sum[i], parts[rest[i] + part * (VALUES / 4)]);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
@@ -721,6 +713,29 @@ __device__ __forceinline__ void add_in_order(const Kept* parts, Stored* out, con
                 if (count[i] >= 0) sums[(patch * OF_X + at.ci) * NEXT_X + at.co * NEXT_Y + tap] = sum[i].value[k];
             }
         }
+    }
+}
+
+__device__ __forceinline__ void add_in_order(const Kept* parts, Stored* out, const Problem& p) {
+    constexpr int MOST_UNITS = 4, OF_FEWEST = ceil_div(FEWEST_TOGETHER * ALL_TAPS, WARPS);  // of a warp at a time
+    constexpr int FEW_UNITS = OF_FEWEST < MOST_UNITS ? OF_FEWEST : MOST_UNITS;
+    __shared__ float sums[IN_ORDER ? TOGETHER * OF_X * NEXT_X : 1];
+    __shared__ Sums of_units[IN_ORDER ? TOGETHER * ALL_TAPS : 1];
+    __shared__ Weight first[TOGETHER];
+    const Shares shares(p);
+    const unsigned together = (unsigned)p.out_vector, number = blockIdx.x * together;
+    const int patches = (int)min(shares.tiles / TILES_OF_TAPS * PATCHES - number, together);
+    for (int i = (int)threadIdx.x; i < patches * ALL_TAPS; i += SUM_THREADS)
+        of_units[i] = sums_of(Patch(number + i / ALL_TAPS), i % ALL_TAPS, shares);
+    const int last = SUM_THREADS - 1 - (int)threadIdx.x;  // whose warp has no units, if they are few
+    if (last < patches) first[last] = Patch(number + last).first(p);
+    __syncthreads();
+    const int units = patches * ALL_TAPS;
+    wait_for_kernel_before();
+    if (units <= FEW_UNITS * WARPS) {
+        add_units<FEW_UNITS>(parts, of_units, units, sums, shares);
+    } else {
+        add_units<MOST_UNITS>(parts, of_units, units, sums, shares);
     }
     __syncthreads();
 
@@ -773,7 +788,7 @@ __device__ __forceinline__ void add_by_taps(const Kept* parts, Stored* out, cons
     }
 }
 
-// out_vector: whether a block has all taps of a patch.
+// out_vector: how many patches a block has all taps of, if it has.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
     weight_gradient_tma_add(const float* parts, Stored* out, const Problem p) {
     const Kept* const from = reinterpret_cast<const Kept*>(parts);

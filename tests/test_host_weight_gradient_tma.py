@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,7 +93,9 @@ def test_cases_reach_every_way() -> None:
             reached["columns of several copies"] += defines["TILES_N"] > 8
             reached["taps of a phase"] += max(defines[f"APART_{axis}"] for axis in "DHW") > 1
             reached["elements of which some are read"] += max(defines[f"STRIDE_{axis}"] for axis in "DHW") > 1
-            reached[f"in order {fields['out_vector'][0]}"] += 1
+            together, taps = fields["out_vector"][0], prod(defines[f"KERNEL_{axis}"] for axis in "DHW")
+            reached["in order" if together else "by taps"] += 1
+            reached["more patches than keep warps busy"] += together > max(1, -(-16 // taps))
             reached["a tile has rests"] += share.rest > 0
             reached["a tile has blocks of its own"] += share.whole > 0
             reached["units of no use"] += (
@@ -111,7 +114,8 @@ def test_cases_reach_every_way() -> None:
         *(f"workers {count}" for count in (1, 2, 3)),
         *("16 bits", "tf32", "tf32x3"),
         *("rows of x 0", "rows of x 1", "several tiles of rows", "columns of several copies", "taps of a phase"),
-        *("elements of which some are read", "in order 0", "in order 1", "units of no use"),
+        *("elements of which some are read", "units of no use"),
+        *("in order", "by taps", "more patches than keep warps busy"),
         *("a tile has rests", "a tile has blocks of its own", "pairs along W", "pairs along H", "pairs along D"),
     ):
         assert reached[kind], f"{kind}: {reached}"
@@ -406,8 +410,8 @@ FAULTS = {
         VALUES + "|nobody wrote|which thread|" + PAST,
     ),
     "sums that are not there yet": (
-        "at.co * NEXT_Y + tap] = sum[i].value[k];\n            }\n        }\n    }\n    __syncthreads();",
-        "at.co * NEXT_Y + tap] = sum[i].value[k];\n            }\n        }\n    }",
+        "units, sums, shares);\n    }\n    __syncthreads();",
+        "units, sums, shares);\n    }",
         VALUES + "|" + UNWRITTEN + "|no barrier in between",
     ),
 }
@@ -621,7 +625,7 @@ def test_boxes_have_rows_of_x_where_these_are_no_whole_runs() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "caught_by"),
     [
-        ("min(shares.tiles / TILES_OF_TAPS * PATCHES - number, (unsigned)TOGETHER)", "TOGETHER", PAST + "|wrote"),
+        ("min(shares.tiles / TILES_OF_TAPS * PATCHES - number, together)", "together", PAST + "|wrote"),
         ("sums + (patch * OF_X + ci) * NEXT_X + place", "sums + ci * NEXT_X + place", VALUES),
         ("Patch(number + last).first(p)", "Patch(number).first(p)", "nobody wrote|which thread"),
         ("Patch(number + i / ALL_TAPS)", "Patch(number)", VALUES),

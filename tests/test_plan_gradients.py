@@ -831,6 +831,24 @@ def test_blocks_of_the_second_pass(parts: int, blocks: int) -> None:
         assert sum_blocks(dataclasses.replace(plan, sums_a_block=500), dtype) == 4
 
 
+@pytest.mark.parametrize(
+    ("kernel", "patches", "together"),
+    [
+        *(((1, 2, 2), patches, together) for patches, together in ((263, 4), (260, 0), (5000, 4))),  # 65 blocks are few
+        *(
+            ((2, 2, 2), patches, together)
+            for patches, together in ((526, 1), (527, 2), (1052, 2), (1053, 4), (9999, 4))
+        ),
+        *(((3, 3, 3), 5000, 2), ((4, 4, 4), 5000, 1), ((5, 5, 5), 5000, 0)),  # there is no room for more
+    ],
+)
+def test_patches_of_a_block_of_the_second_pass(kernel: tuple[int, int, int], patches: int, together: int) -> None:
+    """As many as keep warps busy, and more if all multiprocessors still have two blocks."""
+    shape = weight_tma.Shape(3, kernel, (2, 2, 2), (1, 1, 1), 1, 64, 64, False, False)
+    tile = weight_tma.Tile(2, 0, 1, 8, (1, 1, 1), (1, 1, 1))
+    assert weight_tma.Work(shape).patches_together(tile, patches, DEVICES[90]) == together
+
+
 @pytest.mark.parametrize("arch", [90, 120])
 @pytest.mark.parametrize("static", [0, 2048, 40 * 1024])
 def test_blocks_of_the_second_pass_are_spread_evenly(arch: int, static: int) -> None:
