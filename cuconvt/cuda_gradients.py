@@ -122,7 +122,7 @@ def prepare_weight_gradient(plan: Plan, dtype: str, device: Device) -> WeightGra
     early = can_start_early(device.compute_capability)
     if plan.sums:
         second = load(plan, f"{plan.kernel}_add", device)
-        blocks, own = sum_blocks(plan, dtype), second.static_shared_bytes
+        blocks, own = sum_blocks(plan, dtype, device), second.static_shared_bytes
         spread = spread_bytes(blocks, own, device) if early else 0
         if spread:
             second.allow_shared_bytes(device.shared_bytes - own)  # plans share it

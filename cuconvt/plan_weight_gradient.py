@@ -42,6 +42,8 @@ MOST_SUM_BLOCKS = 8  # of the second pass, that a multiprocessor has threads for
 SUM_THREADS = 256  # of such a block,
 MAX_SLICES = 8  # up to how many of which share a value,
 PARTS_OF_SLICE = 8  # and how many parts each of these adds up before: kernels/partial_sums.cuh
+WIDE_BYTES = 16  # of a thread's values, where that leaves
+WIDE_BLOCKS = 1.5  # blocks for each multiprocessor
 
 LANES = 64  # of a multiprocessor's 128, what this kernel keeps busy (half of it in float64)
 INSTRUCTIONS_A_STAGED_ELEMENT = 15
@@ -191,13 +193,17 @@ def parts_of(
     return min(range(1, most + 1), key=lambda parts: -(-parts * tiles // held) * (-(-boxes // parts) + BOXES_AROUND))
 
 
-def sum_blocks(plan: Plan, dtype: str) -> int:
+def sum_blocks(plan: Plan, dtype: str, device: Device) -> int:
     """Return the blocks of the second pass of a plan that has one."""
     if plan.sums_a_block:
         return -(-plan.sums // plan.sums_a_block)
     parts = plan.workspace_bytes // (plan.sums * (8 if dtype == "float64" else 4))
     slices = next(n for n in (1, 2, 4, MAX_SLICES) if n == MAX_SLICES or n * PARTS_OF_SLICE >= parts)
-    return -(-plan.sums // (SUM_THREADS // slices))
+    values = SUM_THREADS // slices  # of a block
+    wide = WIDE_BYTES // (8 if dtype == "float64" else 4)
+    if not plan.sums % wide and plan.sums >= wide * values * WIDE_BLOCKS * device.multiprocessors:
+        values *= wide
+    return -(-plan.sums // values)
 
 
 def spread_bytes(blocks: int, static_bytes: int, device: Device) -> int:

@@ -13,7 +13,7 @@ from cuconvt.plan import MAX_GRID, Device, Ints, round_up
 from cuconvt.plan_boxes import count_boxes
 from cuconvt.plan_search import ROUNDINGS, of_tile
 from cuconvt.plan_weight_gradient import SUM_THREADS
-from cuconvt.plan_weight_gradient_boxes import MAX_BYTES_OF_SUMS, WorkOnBoxes
+from cuconvt.plan_weight_gradient_boxes import BLOCKS_OF_SUMS, MAX_BYTES_OF_SUMS, WorkOnBoxes
 from cuconvt.plan_weight_gradient_tma_sides import ROW_BYTES, Sides, itemsize_of
 from cuconvt.tensor_map import MAX_BOX, TensorMap, spans
 
@@ -269,7 +269,7 @@ class Work(WorkOnBoxes[Tile]):
         if not room or ceil_div(patches, together) < device.multiprocessors // 2:
             return 0
         most = min(room, MOST_TOGETHER)
-        while 2 * together <= most and ceil_div(patches, 2 * together) >= 2 * device.multiprocessors:
+        while 2 * together <= most and ceil_div(patches, 2 * together) >= BLOCKS_OF_SUMS * device.multiprocessors:
             together *= 2
         return together
 

@@ -124,7 +124,7 @@ def plan_weight_gradient_wgmma(
         cost=times * work.compared(tile) * cost,
         workspace_bytes=4 * tiles * tile.values * parts if parts > 1 else 0,
         sums=tiles * tile.values if parts > 1 else 0,
-        sums_a_block=tile.sums_a_block if 1 < parts <= FEW_PARTS else 0,
+        sums_a_block=tile.sums_a_block(tiles, device) if 1 < parts <= FEW_PARTS else 0,
         maps=work.maps(tile, box, dtype, geometry, layout) if work.reach(tile).boxed else (),
         clocks=clocks,
         tile=tile,

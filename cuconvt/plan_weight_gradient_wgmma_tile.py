@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import gcd, lcm
 
 from cuconvt.geometry import Geometry
-from cuconvt.plan import Ints, Layout, round_up
+from cuconvt.plan import Device, Ints, Layout, round_up
 from cuconvt.plan_turn import Array, arrays_of
-from cuconvt.plan_weight_gradient_boxes import MAX_BYTES_OF_SUMS, PIECE_BYTES
+from cuconvt.plan_weight_gradient_boxes import BLOCKS_OF_SUMS, MAX_BYTES_OF_SUMS, PIECE_BYTES
 from cuconvt.tensor_map import MAX_BOX, MAX_STRIDE
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -65,12 +65,15 @@ class Tile:
         """Weights of a block, and what its tile reaches beyond them."""
         return 128 * self.workers * self.sums
 
-    @property
-    def sums_a_block(self) -> int:
-        """Weights of a block of the second pass, where there are few parts."""
+    def sums_a_block(self, tiles: int, device: Device) -> int:
+        """Return the weights of a block of the second pass, for so many tiles of few parts.
+
+        It has eight channels of x, and all rows, as neighbours in memory may be among others, or 64.
+        """
         of_64_rows = 64 * self.taps_w * 8
         every = self.tiles_m * self.workers * of_64_rows
-        return every if 4 * every <= MAX_BYTES_OF_SUMS else of_64_rows
+        are_enough = tiles * self.tiles_in >= BLOCKS_OF_SUMS * device.multiprocessors
+        return every if are_enough and 4 * every <= MAX_BYTES_OF_SUMS else of_64_rows
 
     @property
     def at_start(self) -> int:

@@ -36,38 +36,64 @@ __device__ __forceinline__ long long distance(const Ahead& ahead, const Problem&
 }
 
 constexpr int SUM_THREADS = 256, MAX_SLICES = 8, PARTS_OF_SLICE = 8;
+constexpr int SUM_BLOCKS = 4;  // that a multiprocessor has registers for: with fewer, the compiler waits for a load before the next
+template <class Acc> constexpr int WIDE = 16 / (int)sizeof(Acc);  // values of a thread, where they are many
 
-// Adds the parts of each of `values` values, of which a part holds one after the other; `store` takes the sums. Where there are
-// many parts, several threads share a value. All values of all parts are the workspace's, 256 MB at most.
-template <class Acc, class Store>
-__device__ __forceinline__ void add_parts(const Acc* parts, unsigned values, long long parts_of_value, const Store& store) {
-    __shared__ Acc sums[SUM_THREADS];
-    const unsigned count = (unsigned)parts_of_value;
-    unsigned slices = 1;
-    while (slices < MAX_SLICES && slices * PARTS_OF_SLICE < count) slices *= 2;
-    const unsigned of_block = SUM_THREADS / slices, lane = threadIdx.x % of_block, slice = threadIdx.x / of_block;
-    const unsigned value = blockIdx.x * of_block + lane;
-    Acc sum = 0;
+// Adds the parts of values of which a thread has WIDTH. Where there are many parts, `slices` threads share them.
+template <int WIDTH, class Acc, class Store>
+__device__ __forceinline__ void add_slices(const Acc* parts, unsigned values, unsigned count, unsigned slices, const Store& store) {
+    __shared__ Acc sums[SUM_THREADS * WIDTH];
+    const unsigned of_slice = SUM_THREADS / slices * WIDTH, slice = threadIdx.x * WIDTH / of_slice;
+    const unsigned first_value = blockIdx.x * of_slice, own = threadIdx.x * WIDTH % of_slice, value = first_value + own;
+    Acc sum[WIDTH];
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) sum[j] = 0;
     wait_for_kernel_before();
+    parts += value;
     if (value < values) {
 #pragma unroll 1
         for (unsigned first = slice; first < count; first += PARTS_OF_SLICE * slices) {
-            Acc some[PARTS_OF_SLICE];
+            Acc some[PARTS_OF_SLICE][WIDTH];
 #pragma unroll
             for (int i = 0; i < PARTS_OF_SLICE; ++i) {
                 const unsigned part = first + i * slices;
-                some[i] = part < count ? parts[part * values + value] : Acc(0);
+                load_vector(some[i], parts + (long long)min(part, count - 1) * values);
+#pragma unroll
+                for (int j = 0; j < WIDTH; ++j)
+                    if (part >= count) some[i][j] = 0;
             }
 #pragma unroll
-            for (int i = 0; i < PARTS_OF_SLICE; ++i) sum += some[i];
+            for (int i = 0; i < PARTS_OF_SLICE; ++i)
+#pragma unroll
+                for (int j = 0; j < WIDTH; ++j) sum[j] += some[i][j];
         }
     }
-    if (slices > 1) {
-        sums[threadIdx.x] = sum;
-        __syncthreads();
+    if (slices == 1) {
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j)
+            if (value < values) store(value + j, sum[j]);
+        return;
     }
-    if (slice == 0 && value < values) {
-        for (unsigned s = 1; s < slices; ++s) sum += sums[s * of_block + lane];
-        store(value, sum);
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) sums[slice * of_slice + own + j] = sum[j];
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < of_slice && first_value + i < values; i += SUM_THREADS) {
+        Acc all = sums[i];
+        for (unsigned other = 1; other < slices; ++other) all += sums[other * of_slice + i];
+        store(first_value + i, all);
+    }
+}
+
+// Adds the parts of each of `values` values, of which a part holds one after the other; `store` takes the sums. The launch has as
+// many blocks as it takes if a thread has one value, or WIDE of them. All values of all parts are the workspace's, 256 MB at most.
+template <class Acc, class Store>
+__device__ __forceinline__ void add_parts(const Acc* parts, unsigned values, long long parts_of_value, const Store& store) {
+    const unsigned count = (unsigned)parts_of_value;
+    unsigned slices = 1;
+    while (slices < MAX_SLICES && slices * PARTS_OF_SLICE < count) slices *= 2;
+    if (gridDim.x * (SUM_THREADS / slices) < values) {
+        add_slices<WIDE<Acc>>(parts, values, count, slices, store);
+    } else {
+        add_slices<1>(parts, values, count, slices, store);
     }
 }

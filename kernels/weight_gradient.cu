@@ -244,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 }
 
-extern "C" __global__ void weight_gradient_add(const Acc* parts, Stored* out, const Problem p) {
+extern "C" __global__ void __launch_bounds__(SUM_THREADS, SUM_BLOCKS)
+    weight_gradient_add(const Acc* parts, Stored* out, const Problem p) {
     const unsigned values = tiles_of_weights(p) * VALUES;
     add_parts(parts, values, p.tiles[3], [&](unsigned value, Acc sum) {
         const Weight first = weight_of_thread(first_weight(value / VALUES, p), (int)(value % THREADS_C));

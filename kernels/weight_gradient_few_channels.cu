@@ -231,7 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 }
 
-extern "C" __global__ void weight_gradient_few_channels_add(const Acc* parts, Stored* out, const Problem p) {
+extern "C" __global__ void __launch_bounds__(SUM_THREADS, SUM_BLOCKS)
+    weight_gradient_few_channels_add(const Acc* parts, Stored* out, const Problem p) {
     const unsigned values = (unsigned)(tiles_of_weights(p) * VALUES);
     add_parts(parts, values, p.tiles[3], [&](unsigned value, Acc sum) {
         const Weight weight = weight_of(value / VALUES, (int)(value % VALUES), p);

@@ -488,6 +488,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (warp_k == 0) store_sums(acc, first, parts, out, p);
 }
 
-extern "C" __global__ void weight_gradient_gemm_add(const float* parts, Stored* out, const Problem p) {
+extern "C" __global__ void __launch_bounds__(SUM_THREADS, SUM_BLOCKS)
+    weight_gradient_gemm_add(const float* parts, Stored* out, const Problem p) {
     add_sums(parts, out, p);
 }

@@ -689,74 +689,91 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
 constexpr int FEW_PARTS = 16;
 constexpr int ALL_TILES_M = TILES_M * WORKERS;
-constexpr int TILES_OF_BLOCK = ALL_TILES_M * 64 * TAPS_W * 8 * 4 <= 40 * 1024 ? ALL_TILES_M : 1;  // of 64 rows
-constexpr int ROWS_OF_BLOCK = 64 * TILES_OF_BLOCK, SUMS_OF_BLOCK = ROWS_OF_BLOCK * TAPS_W * 8;
-constexpr int NEXT_CHANNEL = ROWS_OF_BLOCK * TAPS_W + 4;  // in shared memory
-constexpr int OF_THREAD = SUMS_OF_BLOCK % (4 * SUM_THREADS) ? 2 : 4;  // sums of a thread at a time
-constexpr int PARTS_AT_ONCE = 4;
-static_assert(SUMS_OF_BLOCK % (OF_THREAD * SUM_THREADS) == 0, "all threads have as many sums");
+constexpr int TILES_OF_BLOCK = ALL_TILES_M * 64 * TAPS_W * 8 * 4 <= 40 * 1024 ? ALL_TILES_M : 1;  // of 64 rows, at most
+constexpr int PARTS_AT_ONCE = 8;
+typedef Pack<float, 4> Four;
 
-__device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, const Problem& p) {
+// The first weight of a row of M, and how many follow along W.
+struct Row {
+    static constexpr int SHIFT = 8;
+    static_assert(TAPS_W < 1 << SHIFT, "taps beside the place");
+    long long bits;
+
+    __device__ __forceinline__ static Row of(const Weight& first, const Problem& p) {
+        const int taps = has_weight(first, {0, 0, 0, 0, 0}, p) ? min(KERNEL_W - first.w, TAPS_W) : 0;
+        return {taps ? first.offset(p) << SHIFT | taps : 0};
+    }
+    __device__ __forceinline__ long long place() const { return bits >> SHIFT; }
+    __device__ __forceinline__ int taps() const { return (int)bits & ((1 << SHIFT) - 1); }
+};
+
+// A block has so many tiles of 64 rows.
+template <int TILES> __device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, const Problem& p) {
+    constexpr int BLOCK_ROWS = 64 * TILES, FOURS = BLOCK_ROWS * TAPS_W * 2;
+    constexpr int NEXT_CHANNEL = BLOCK_ROWS * TAPS_W + 4;  // in shared memory
     __shared__ float sums[8 * NEXT_CHANNEL];
+    __shared__ Row rows[BLOCK_ROWS];
     unsigned block = blockIdx.x;
     const int eight = (int)(block % TILES_IN) * 8;  // the first of its channels
     block /= TILES_IN;
-    const int first_tile = (int)(block % (ALL_TILES_M / TILES_OF_BLOCK)) * TILES_OF_BLOCK;
+    const int first_tile = (int)(block % (ALL_TILES_M / TILES)) * TILES, first_row = first_tile * 64;
     // In 32 bits, the compiler would wait for each load before the next.
-    const long long tile = block / (ALL_TILES_M / TILES_OF_BLOCK), values = (long long)tiles_of_weights(p) * VALUES;
+    const long long tile = block / (ALL_TILES_M / TILES), next = (long long)tiles_of_weights(p) * (VALUES / 4);
     const int count = (int)p.tiles[3];
+    Weight first = first_weight((unsigned)tile, p);
+    first.ci += eight;
+    const int channels = (int)min(p.c_in - first.ci, 8ll);
+    for (int row = (int)threadIdx.x; row < BLOCK_ROWS; row += SUM_THREADS)
+        rows[row] = Row::of(weight_of_row(first, 0, first_row + row), p);
     parts += tile * VALUES;
     wait_for_kernel_before();
 #pragma unroll 1
-    for (int first = (int)threadIdx.x; first < SUMS_OF_BLOCK; first += OF_THREAD * SUM_THREADS) {
-        const float* from[OF_THREAD];
-        float sum[OF_THREAD];
-        int to[OF_THREAD];
-#pragma unroll
-        for (int i = 0; i < OF_THREAD; ++i) {
-            // [tile of 64 rows][tap][half and neighbour][thread of the worker]
-            const int at = first + i * SUM_THREADS, thread = at % 128, of_thread = at / 128 % 4, tap = at / 512 % TAPS_W;
-            const int tile_m = first_tile + at / (512 * TAPS_W);
-            const int own = (tile_m % TILES_M * TAPS_W + tap) * SUMS_OF_TAP + eight / 2 + of_thread;
-            const int row = at / (512 * TAPS_W) * 64 + row_of(thread, 0, of_thread / 2);
-            from[i] = parts + own * WORKER_THREADS + tile_m / TILES_M * 128 + thread;
-            to[i] = (thread % 4 * 2 + of_thread % 2) * NEXT_CHANNEL + row * TAPS_W + tap;
-            sum[i] = 0;
-        }
+    for (int at = (int)threadIdx.x; at < FOURS; at += SUM_THREADS) {
+        // [tile of 64 rows][tap][half and neighbour][four threads of the worker]: a row's every second column
+        const int thread = at % 32 * 4, of_thread = at / 32 % 4, tap = at / 128 % TAPS_W, tile_m = at / (128 * TAPS_W);
+        const int own = ((first_tile + tile_m) % TILES_M * TAPS_W + tap) * SUMS_OF_TAP + eight / 2 + of_thread;
+        const int in_part = own * WORKER_THREADS + (first_tile + tile_m) / TILES_M * 128 + thread;
+        const Four* const from = reinterpret_cast<const Four*>(parts + in_part);
+        Four sum = {{0, 0, 0, 0}};
         for (int part = 0; part < count; part += PARTS_AT_ONCE) {
-            float some[PARTS_AT_ONCE][OF_THREAD];
+            Four some[PARTS_AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < PARTS_AT_ONCE * OF_THREAD; ++i) {
-                const int ahead = part + i / OF_THREAD;
-                some[i / OF_THREAD][i % OF_THREAD] = ahead < count ? from[i % OF_THREAD][ahead * values] : 0.0f;
-            }
+            for (int i = 0; i < PARTS_AT_ONCE; ++i) some[i] = part + i < count ? from[(part + i) * next] : Four{{0, 0, 0, 0}};
 #pragma unroll
-            for (int i = 0; i < PARTS_AT_ONCE * OF_THREAD; ++i) sum[i % OF_THREAD] += some[i / OF_THREAD][i % OF_THREAD];
+            for (int i = 0; i < PARTS_AT_ONCE; ++i)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) sum.value[k] += some[i].value[k];
         }
+        const int row = tile_m * 64 + row_of(thread, 0, of_thread / 2);
 #pragma unroll
-        for (int i = 0; i < OF_THREAD; ++i) sums[to[i]] = sum[i];
+        for (int k = 0; k < 4; ++k) sums[(k * 2 + of_thread % 2) * NEXT_CHANNEL + row * TAPS_W + tap] = sum.value[k];
     }
     __syncthreads();
 
     // What rows are besides channels of y follows each other in memory, and for each of these the taps.
-    constexpr int SPAN = ceil_div(ROWS_OF_BLOCK - 1, CHANNELS_OUT) + 1;
-    const Weight of_tile = first_weight((unsigned)tile, p);
-    const int first_row = first_tile * 64;
-#pragma unroll 1
+    constexpr int SPAN = ceil_div(BLOCK_ROWS - 1, CHANNELS_OUT) + 1;
+#pragma unroll 2
     for (int at = (int)threadIdx.x; at < 8 * CHANNELS_OUT * SPAN * TAPS_W; at += SUM_THREADS) {
         const int tap = at % TAPS_W, taps = first_row / CHANNELS_OUT + at / TAPS_W % SPAN;
         const int co = at / (TAPS_W * SPAN) % CHANNELS_OUT, channel = at / (TAPS_W * SPAN * CHANNELS_OUT);
-        const int row = taps * CHANNELS_OUT + co, here = row - first_row;
-        const Weight first = weight_of_row(of_tile, 0, row);
-        const Ahead ahead = {eight + channel, 0, 0, 0, tap};
-        if (here >= 0 && here < ROWS_OF_BLOCK && has_weight(first, ahead, p))
-            narrow(sums[channel * NEXT_CHANNEL + here * TAPS_W + tap], out[first.offset(p) + distance(ahead, p)]);
+        const int row = taps * CHANNELS_OUT + co - first_row;
+        if (row < 0 || row >= BLOCK_ROWS || channel >= channels || tap >= rows[row].taps()) continue;
+        const long long place = rows[row].place() + channel * p.weight_stride[0] + tap * p.weight_stride[4];
+        narrow(sums[channel * NEXT_CHANNEL + row * TAPS_W + tap], out[place]);
     }
 }
 
-extern "C" __global__ void weight_gradient_wgmma_add(const float* parts, Stored* out, const Problem p) {
-    if (p.tiles[3] <= FEW_PARTS) return add_few_parts(parts, out, p);
-    const unsigned values = tiles_of_weights(p) * VALUES;
+extern "C" __global__ void __launch_bounds__(SUM_THREADS, SUM_BLOCKS)
+    weight_gradient_wgmma_add(const float* parts, Stored* out, const Problem p) {
+    const unsigned tiles = tiles_of_weights(p), values = tiles * VALUES;
+    if (p.tiles[3] <= FEW_PARTS) {
+        if (gridDim.x * TILES_OF_BLOCK == tiles * (unsigned)(TILES_IN * ALL_TILES_M)) {
+            add_few_parts<TILES_OF_BLOCK>(parts, out, p);
+        } else {
+            add_few_parts<1>(parts, out, p);
+        }
+        return;
+    }
     add_parts(parts, values, p.tiles[3], [&](unsigned value, float sum) {
         const int thread = (int)(value % WORKER_THREADS), own = (int)(value % VALUES) / WORKER_THREADS;
         const int row = row_of(thread, tile_of_sum(own), half_of_sum(own));

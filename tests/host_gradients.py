@@ -107,7 +107,9 @@ class HostGradients:
             self._launch(plan, plan.kernel, plan.grid, plan.block, plan.shared_bytes, arrays, behind, problem)
         if plan.sums:
             arrays = [Argument.array("parts", OF_KERNEL_BEFORE, parts), result]
-            self._launch(plan, f"{plan.kernel}_add", sum_blocks(plan, x.dtype.name), SUM_THREADS, 0, arrays)
+            self._launch(
+                plan, f"{plan.kernel}_add", sum_blocks(plan, x.dtype.name, self.device), SUM_THREADS, 0, arrays
+            )
 
     def _turned(self, plan: Plan, x: Argument, y: Argument) -> list[Argument]:
         """Return x and y, or channels-last copies where the plan has them made."""

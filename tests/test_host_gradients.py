@@ -213,8 +213,8 @@ FAULTS = {
     ),
     "no wait for the kernel whose parts are added": (
         "weight_gradient",
-        "Acc sum = 0;\nwait_for_kernel_before();",
-        "Acc sum = 0;",
+        "sum[j] = 0;\nwait_for_kernel_before();",
+        "sum[j] = 0;",
         KERNEL_BEFORE,
     ),
     "parts added twice": (
@@ -225,8 +225,8 @@ FAULTS = {
     ),
     "parts one too far": (
         "weight_gradient",
-        "parts[part * values + value]",
-        "parts[(part + 1) * values + value]",
+        "min(part, count - 1) * values",
+        "(min(part, count - 1) + 1) * values",
         "heap-buffer-overflow|past its end",
     ),
     "threads that are not added up": (

@@ -15,6 +15,8 @@ from strategies import Ints, Problem, case
 from test_host_faults import IN_USE, UNFILLED, UNWRITTEN, VALUES, plant
 from test_plan import problem_of
 
+from cuconvt import plan_weight_gradient
+from cuconvt import plan_weight_gradient_wgmma_tile as tiles
 from cuconvt.plan import Device, Plan, Refusal
 from cuconvt.plan_weight_gradient_wgmma import FEW_PARTS, KINDS, STAGER_REGISTERS, Tile, plan_weight_gradient_wgmma
 
@@ -119,15 +121,19 @@ IN_PARTS = {
 }
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_parts_are_added_up(name: str) -> None:
+def test_parts_are_added_up(name: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By blocks that have more sums each, or fewer."""
+    monkeypatch.setattr(tiles, "BLOCKS_OF_SUMS", 0 if together else 99)
+    monkeypatch.setattr(plan_weight_gradient, "WIDE_BLOCKS", 0 if together else 1e9)
     this, extent, expected = IN_PARTS[name]
     problem = this.problem(extent)
     plan = this.plan_for(problem)
     assert parts_of(plan) in expected
     assert (plan.sums_a_block > 0) == (parts_of(plan) <= FEW_PARTS)
     of_64_rows = plan.sums_a_block == 64 * 8 * dict(plan.defines)["TAPS_W"]
-    assert of_64_rows == ("64 rows" in name)
+    assert of_64_rows == (parts_of(plan) <= FEW_PARTS and not (together and "64 rows" not in name))
     with on_host(this):
         check("weight", problem, this.dtype, calls=1)
 
@@ -228,11 +234,11 @@ FAULTS = {
         "register with A .* was written|" + NOT_FREE,
     ),
     "registers of A without a fence": ("                wgmma_fence();\n", "", "without a wgmma_fence"),
-    "a sum of the next channel": ("thread % 4 * 2 + of_thread % 2) *", "thread % 4 * 2 + 1 - of_thread % 2) *", VALUES),
+    "a sum of the next channel": ("(k * 2 + of_thread % 2) *", "(k * 2 + 1 - of_thread % 2) *", VALUES),
     "a sum of the next row": (
-        "int row = taps * CHANNELS_OUT + co, here = row -",
-        "int row = taps * CHANNELS_OUT + co, here = row + 1 -",
-        VALUES,
+        "NEXT_CHANNEL + row * TAPS_W + tap], out",
+        "NEXT_CHANNEL + (row + 1) * TAPS_W + tap], out",
+        VALUES + "|" + UNWRITTEN,
     ),
     "a part too few": (
         "for (int part = 0; part < count; part += PARTS_AT_ONCE) {",
@@ -240,9 +246,9 @@ FAULTS = {
         VALUES,
     ),
     "sums that are not there yet": (
-        "sums[to[i]] = sum[i];\n    }\n    __syncthreads();",
-        "sums[to[i]] = sum[i];\n    }",
-        VALUES + "|" + UNWRITTEN,
+        "+ tap] = sum.value[k];\n    }\n    __syncthreads();",
+        "+ tap] = sum.value[k];\n    }",
+        VALUES + "|" + UNWRITTEN + "|heap-buffer-overflow|belong to no argument|past its end",
     ),
     "the next part's boxes": (
         "index += parts_of_boxes) {\n        ring",

@@ -827,8 +827,8 @@ def test_blocks_of_the_second_pass(parts: int, blocks: int) -> None:
     """Each of 256 threads adds up eight parts of a value, or more where eight threads share it."""
     for dtype, itemsize in (("float64", 8), ("float16", 4)):
         plan = Plan("weight_gradient", (), 1, 128, 0, (), 0.0, workspace_bytes=itemsize * 2000 * parts, sums=2000)
-        assert sum_blocks(plan, dtype) == blocks
-        assert sum_blocks(dataclasses.replace(plan, sums_a_block=500), dtype) == 4
+        assert sum_blocks(plan, dtype, DEVICES[90]) == blocks
+        assert sum_blocks(dataclasses.replace(plan, sums_a_block=500), dtype, DEVICES[90]) == 4
 
 
 @pytest.mark.parametrize(
