@@ -652,15 +652,18 @@ extern "C" __global__ void correlate_rows_pack(const Stored* weight, Piece* pack
     let_next_kernel_start();
     const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
     unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
+    constexpr int NEIGHBOURS = neighbours(KERNEL_D * KERNEL_H * PRODUCTS);
     // Consecutive threads read weights near each other.
+    const int neighbour = (int)(index % NEIGHBOURS);
+    index /= NEIGHBOURS;
     const int product = (int)(index % PRODUCTS);
     index /= PRODUCTS;
     const int tap_h = (int)(index % KERNEL_H);
     index /= KERNEL_H;
     const int tap_d = (int)(index % KERNEL_D);
     index /= KERNEL_D;
-    const int column = (int)(index % TILE_C);
-    index /= TILE_C;
+    const int column = (int)(index % (TILE_C / NEIGHBOURS)) * NEIGHBOURS + neighbour;
+    index /= TILE_C / NEIGHBOURS;
     const int tile_c = (int)take(index, p, 3);
     const int of_chunk = (int)(index % (K_STEPS / TOGETHER));
     index /= K_STEPS / TOGETHER;

@@ -666,15 +666,18 @@ __device__ __forceinline__ void pack_weights(const Stored* weight, Piece* packed
     constexpr int COLUMNS_W = SETS_W * SLOTS_A_ROW * (PRODUCTS / CLASS_STEPS) * (MERGE_W ? AxisW::MAX_TAPS : 1);
     const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
     unsigned index = block * blockDim.x + threadIdx.x;
+    constexpr int NEIGHBOURS = neighbours(KERNEL_D * KERNEL_H * COLUMNS_W);
     // Consecutive threads read weights near each other.
+    const int neighbour = (int)(index % NEIGHBOURS);
+    index /= NEIGHBOURS;
     int across = (int)(index % COLUMNS_W);
     index /= COLUMNS_W;
     const int tap_h = (int)(index % KERNEL_H);
     index /= KERNEL_H;
     const int tap_d = (int)(index % KERNEL_D);
     index /= KERNEL_D;
-    const int channel = (int)(index % TILE_C);
-    index /= TILE_C;
+    const int channel = (int)(index % (TILE_C / NEIGHBOURS)) * NEIGHBOURS + neighbour;
+    index /= TILE_C / NEIGHBOURS;
     const int tile_c = (int)take(index, p, 3);
     const int piece = (int)(index % (PIECES / PACKED_PIECES)) * PACKED_PIECES;
     index /= PIECES / PACKED_PIECES;

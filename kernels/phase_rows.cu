@@ -594,6 +594,18 @@ __device__ __forceinline__ int channel_of(int place, const Problem& p) {
     return place - of_eight + (p.x_vector == 1 ? 2 * thread + own : thread + 4 * own);
 }
 
+// Reads 16 channels of a tap, of which ALL are there: where it has to look, the compiler waits for some before it loads the others.
+template <bool ALL>
+__device__ __forceinline__ void read_weights(Channels (&to)[PACKED_PIECES], const Stored* weight, int first, int there, const Problem& p) {
+#pragma unroll
+    for (int i = 0; i < PACKED_PIECES * PIECE; ++i) {
+        const int channel = first + channel_of(i, p);
+        Stored& value = to[i / PIECE].value[i % PIECE];
+        if (!ALL) zero(value);
+        if (ALL || channel < there) value = weight[channel * p.weight_stride[0]];
+    }
+}
+
 // Puts the weights of the call in the order of the slots, once, before the kernel above: [group][tile of output channels][chunk][tap
 // along D][tap along H]. A thread has 16 channels of one tap; consecutive threads read consecutive weights. There are fewer than 2^32
 // threads: the pieces of more are more than a GPU's memory.
@@ -602,14 +614,17 @@ extern "C" __global__ void phase_rows_pack(const Stored* weight, Piece* packed, 
     let_next_kernel_start();
     const unsigned chunks = ((unsigned)p.c_in + CHUNK - 1) / CHUNK;
     unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
+    constexpr int NEIGHBOURS = neighbours(KERNEL_D * KERNEL_H * KERNEL_W);
+    const int neighbour = (int)(index % NEIGHBOURS);
+    index /= NEIGHBOURS;
     const int tap_w = (int)(index % KERNEL_W);
     index /= KERNEL_W;
     const int tap_h = (int)(index % KERNEL_H);
     index /= KERNEL_H;
     const int tap_d = (int)(index % KERNEL_D);
     index /= KERNEL_D;
-    const int column = (int)(index % TILE_C);
-    index /= TILE_C;
+    const int column = (int)(index % (TILE_C / NEIGHBOURS)) * NEIGHBOURS + neighbour;
+    index /= TILE_C / NEIGHBOURS;
     const int tile_c = (int)take(index, p, 3);
     const int piece = (int)(index % PACKS_A_CHUNK) * PACKED_PIECES;
     index /= PACKS_A_CHUNK;
@@ -621,12 +636,10 @@ extern "C" __global__ void phase_rows_pack(const Stored* weight, Piece* packed, 
     weight += p.weight_first + group * p.weight_group_stride + co * p.weight_stride[1] + tap_d * p.weight_stride[2] +
               tap_h * p.weight_stride[3] + tap_w * p.weight_stride[4];
     Channels channels[PACKED_PIECES];
-#pragma unroll
-    for (int i = 0; i < PACKED_PIECES * PIECE; ++i) {
-        const int channel = first + channel_of(i, p);
-        Stored& value = channels[i / PIECE].value[i % PIECE];
-        zero(value);
-        if (channel < there) value = weight[channel * p.weight_stride[0]];
+    if ((int)(chunk + 1) * CHUNK <= there) {
+        read_weights<true>(channels, weight, first, there, p);
+    } else {
+        read_weights<false>(channels, weight, first, there, p);
     }
     const long long slot = ((group * p.tiles[3] + tile_c) * chunks + chunk) * (KERNEL_D * KERNEL_H) + tap_d * KERNEL_H + tap_h;
     packed += slot * SLOT + piece / 2 * PARTS * OPERAND + place_of_tap(tap_w) * TILE_C + column;

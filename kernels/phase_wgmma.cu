@@ -738,6 +738,7 @@ __device__ __forceinline__ bool is_idle(const Block& b, const Rows& rows) { retu
 // slots, which are [chunk][tap along D][tap along H].
 constexpr unsigned OF_TILE = KERNEL_D * KERNEL_H * KERNEL_W * TILE_C;
 constexpr unsigned PACKS_A_CHUNK = 2 * K_STEPS / PACKED_PIECES;
+constexpr int NEIGHBOURS = neighbours(KERNEL_D * KERNEL_H * KERNEL_W);
 struct Weights {
     long long place;
     Channels channels[PACKED_PIECES];
@@ -745,11 +746,13 @@ struct Weights {
 
 __device__ __forceinline__ void read_weights(Weights& to, const Stored* weight, const Problem& p, unsigned of_tile,
                                              unsigned of_channels, int tile_c, unsigned group) {
+    const int neighbour = (int)(of_tile % NEIGHBOURS);
+    of_tile /= NEIGHBOURS;
     const int tap_w = (int)(of_tile % KERNEL_W);
     of_tile /= KERNEL_W;
     const int tap_h = (int)(of_tile % KERNEL_H);
     of_tile /= KERNEL_H;
-    const int tap_d = (int)(of_tile % KERNEL_D), column = (int)(of_tile / KERNEL_D);
+    const int tap_d = (int)(of_tile % KERNEL_D), column = (int)(of_tile / KERNEL_D) * NEIGHBOURS + neighbour;
     const int piece = (int)(of_channels % PACKS_A_CHUNK) * PACKED_PIECES;
     const unsigned chunk = of_channels / PACKS_A_CHUNK;
 

@@ -15,6 +15,9 @@ typedef Pack<Stored, PIECE> Channels;  // of one position
 // How many of the pieces of weights of a chunk a thread packs: 16 channels of them.
 __host__ __device__ constexpr int packed_pieces(int pieces) { return pieces * PIECE < 16 ? pieces : 16 / PIECE; }
 
+// How many channels of a tap threads next to each other pack: where taps are many, two, whose pieces are a sector.
+__host__ __device__ constexpr int neighbours(int taps) { return taps > 16 ? 2 : 1; }
+
 // Reads channels that are a stride apart, zeros for those of them that are not there.
 template <int COUNT>
 __device__ __forceinline__ void load_channels(Channels (&to)[COUNT], const Stored* from, long long stride, int there) {
