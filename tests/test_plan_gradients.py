@@ -832,6 +832,31 @@ def test_blocks_of_the_second_pass(parts: int, blocks: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("sums", "dtype", "blocks"),
+    [
+        (262144, "float32", 2048),  # 32 values of 8 slices, and four of each thread
+        (262144, "float64", 4096),  # two
+        (262145, "float32", 8193),  # no whole fours
+        (128 * 198, "float32", 198),  # 1.5 blocks for each of 132 multiprocessors
+        (128 * 197, "float32", 4 * 197),
+    ],
+)
+def test_threads_of_the_second_pass_have_several_values_where_they_are_many(sums: int, dtype: str, blocks: int) -> None:
+    itemsize = 8 if dtype == "float64" else 4
+    plan = Plan("weight_gradient", (), 1, 128, 0, (), 0.0, workspace_bytes=itemsize * sums * 33, sums=sums)
+    assert sum_blocks(plan, dtype, DEVICES[90]) == blocks
+
+
+def test_rows_of_a_block_of_the_second_pass() -> None:
+    """All of a tile, if all multiprocessors have two blocks then and there is room for the sums, or 64."""
+    two_tiles = weight_wgmma.Tile(2, 128, 1, 1, 2, 16, 1)
+    assert two_tiles.sums_a_block(17, DEVICES[90]) == 2 * 64 * 2 * 8
+    assert two_tiles.sums_a_block(16, DEVICES[90]) == 64 * 2 * 8
+    many_tiles = weight_wgmma.Tile(2, 128, 1, 3, 4, 2, 1)
+    assert many_tiles.sums_a_block(9999, DEVICES[90]) == 64 * 4 * 8
+
+
+@pytest.mark.parametrize(
     ("kernel", "patches", "together"),
     [
         *(((1, 2, 2), patches, together) for patches, together in ((263, 4), (260, 0), (5000, 4))),  # 65 blocks are few
