@@ -9,7 +9,7 @@ from math import gcd, lcm
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, round_up
 from cuconvt.plan_turn import Array, arrays_of
-from cuconvt.plan_weight_gradient_boxes import BLOCKS_OF_SUMS, MAX_BYTES_OF_SUMS, PIECE_BYTES
+from cuconvt.plan_weight_gradient_boxes import BLOCKS_OF_SUMS, PIECE_BYTES
 from cuconvt.tensor_map import MAX_BOX, MAX_STRIDE
 
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -17,6 +17,7 @@ STAGES = 4
 FEWER_STAGES = 3  # where copies bring boxes, which may be larger then
 ROWS_OF_X = 8, 4, 2  # runs of a row of x that copies may bring at a time: 128, 64 or 32 bytes
 STAGER_REGISTERS = 40, 56  # with indices of 32 and of 64 bits
+MAX_STATIC_BYTES, BYTES_OF_SLICES = 48 * 1024, 5 * 1024  # of the second pass: all, and those of many parts
 MOST_OF_ROW = 1.25  # positions that copies bring for one of a row of x
 MOST_OF_PLANE = 12  # runs of whole rows and whole copies: where boxes have to have more, they are too large
 
@@ -70,10 +71,15 @@ class Tile:
 
         It has eight channels of x, and all rows, as neighbours in memory may be among others, or 64.
         """
-        of_64_rows = 64 * self.taps_w * 8
-        every = self.tiles_m * self.workers * of_64_rows
+        every, of_64_rows = self.tiles_m * self.workers, 64 * self.taps_w * 8
         are_enough = tiles * self.tiles_in >= BLOCKS_OF_SUMS * device.multiprocessors
-        return every if are_enough and 4 * every <= MAX_BYTES_OF_SUMS else of_64_rows
+        # As the kernel decides, whose functions have memory side by side.
+        room = MAX_STATIC_BYTES - BYTES_OF_SLICES - self._bytes_of_sums(1)
+        return of_64_rows * (every if are_enough and self._bytes_of_sums(every) <= room else 1)
+
+    def _bytes_of_sums(self, tiles: int) -> int:
+        """Return the shared memory of a block of the second pass for so many tiles of 64 rows, and places of rows."""
+        return 8 * 4 * (64 * tiles * self.taps_w + 4) + 8 * 64 * tiles
 
     @property
     def at_start(self) -> int:

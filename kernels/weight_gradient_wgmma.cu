@@ -689,7 +689,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
 constexpr int FEW_PARTS = 16;
 constexpr int ALL_TILES_M = TILES_M * WORKERS;
-constexpr int TILES_OF_BLOCK = ALL_TILES_M * 64 * TAPS_W * 8 * 4 <= 40 * 1024 ? ALL_TILES_M : 1;  // of 64 rows, at most
 constexpr int PARTS_AT_ONCE = 8;
 typedef Pack<float, 4> Four;
 
@@ -701,16 +700,26 @@ struct Row {
 
     __device__ __forceinline__ static Row of(const Weight& first, const Problem& p) {
         const int taps = has_weight(first, {0, 0, 0, 0, 0}, p) ? min(KERNEL_W - first.w, TAPS_W) : 0;
-        return {taps ? first.offset(p) << SHIFT | taps : 0};
+        return {taps ? first.offset(p) * (1 << SHIFT) | taps : 0};
     }
     __device__ __forceinline__ long long place() const { return bits >> SHIFT; }
     __device__ __forceinline__ int taps() const { return (int)bits & ((1 << SHIFT) - 1); }
 };
 
+// From one channel of x to the next in shared memory. There, memory of all functions that a kernel calls lies side by side: for as many
+// tiles of 64 rows as a block has at most, for one of them, and for the sums of many parts.
+__host__ __device__ constexpr int next_channel(int tiles) { return 64 * tiles * TAPS_W + 4; }
+__host__ __device__ constexpr int bytes_of_sums(int tiles) {
+    return 8 * next_channel(tiles) * (int)sizeof(float) + 64 * tiles * (int)sizeof(Row);
+}
+constexpr int BYTES_OF_SLICES = SUM_THREADS * (WIDE<float> + 1) * (int)sizeof(float), MAX_STATIC_BYTES = 48 * 1024;
+constexpr bool HAVE_ROOM = bytes_of_sums(ALL_TILES_M) + bytes_of_sums(1) + BYTES_OF_SLICES <= MAX_STATIC_BYTES;
+constexpr int TILES_OF_BLOCK = HAVE_ROOM ? ALL_TILES_M : 1;
+
 // A block has so many tiles of 64 rows.
 template <int TILES> __device__ __forceinline__ void add_few_parts(const float* parts, Stored* out, const Problem& p) {
     constexpr int BLOCK_ROWS = 64 * TILES, FOURS = BLOCK_ROWS * TAPS_W * 2;
-    constexpr int NEXT_CHANNEL = BLOCK_ROWS * TAPS_W + 4;  // in shared memory
+    constexpr int NEXT_CHANNEL = next_channel(TILES);
     __shared__ float sums[8 * NEXT_CHANNEL];
     __shared__ Row rows[BLOCK_ROWS];
     unsigned block = blockIdx.x;

@@ -114,6 +114,7 @@ def in_parts(tile: Tile, kernel: Ints, multiprocessors: int) -> Case:
 IN_PARTS = {
     "few": (in_parts(Tile(2, 24, 1, 2, 2, 2, 1, 1), (2, 2), 8), (14, 32), range(2, 17)),
     "few, 64 rows a block": (in_parts(Tile(1, 24, 1, 3, 12, 1, 2), (3, 12), 8), (12, 32), range(2, 17)),
+    "few, no room for more than 64 rows": (in_parts(Tile(1, 48, 1, 5, 5, 1, 2), (5, 5), 8), (12, 16), range(2, 17)),
     "few, taps in groups": (in_parts(Tile(2, 24, 1, 1, 4, 2, 1, 4), (16,), 8), (600,), range(2, 17)),
     "the most of few": (in_parts(Tile(2, 24, 1, 2, 2, 2, 1, 1), (2, 2), 32), (8, 32), (FEW_PARTS,)),
     "the fewest of many": (in_parts(Tile(2, 24, 1, 2, 2, 2, 1, 1), (2, 2), 34), (8, 32), (FEW_PARTS + 1,)),

@@ -171,6 +171,24 @@ def test_wide_weight_gradients_do_not_spill(problem: Problem) -> None:
         assert_sound(plan, 90)
 
 
+# With room for all rows of a tile, the second pass has taken more shared memory than a block may declare.
+@pytest.mark.parametrize(
+    ("tile", "kernel"),
+    [
+        (wgmma.Tile(3, 128, 1, 3, 3, 2, 1), (1, 3, 3)),
+        (wgmma.Tile(1, 48, 1, 5, 5, 1, 2), (1, 5, 5)),
+        (wgmma.Tile(1, 128, 1, 1, 10, 1, 2), (1, 1, 10)),
+        (wgmma.Tile(2, 88, 3, 2, 2, 4, 1), (3, 5, 7)),
+    ],
+    ids=["6 tiles of 3 taps", "4 of 5", "2 of 10", "10 of 2"],
+)
+def test_sums_of_large_tiles_have_room(tile: wgmma.Tile, kernel: tuple[int, int, int]) -> None:
+    geometry = geometry_of(case((2, 32, 4, 16, 64), 256, kernel))
+    plan = wgmma.plan_weight_gradient_wgmma(geometry, "bfloat16", layout_of(geometry), None, DEVICES[90], tile)
+    assert isinstance(plan, Plan)
+    assert_sound(plan, 90)
+
+
 # Sums of 3xTF32 have spilled in tiles of narrow groups.
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
