@@ -197,10 +197,11 @@ def sum_blocks(plan: Plan, dtype: str, device: Device) -> int:
     """Return the blocks of the second pass of a plan that has one."""
     if plan.sums_a_block:
         return -(-plan.sums // plan.sums_a_block)
-    parts = plan.workspace_bytes // (plan.sums * (8 if dtype == "float64" else 4))
+    itemsize = 8 if dtype == "float64" else 4
+    parts = plan.workspace_bytes // (plan.sums * itemsize)
     slices = next(n for n in (1, 2, 4, MAX_SLICES) if n == MAX_SLICES or n * PARTS_OF_SLICE >= parts)
     values = SUM_THREADS // slices  # of a block
-    wide = WIDE_BYTES // (8 if dtype == "float64" else 4)
+    wide = WIDE_BYTES // itemsize
     if not plan.sums % wide and plan.sums >= wide * values * WIDE_BLOCKS * device.multiprocessors:
         values *= wide
     return -(-plan.sums // values)

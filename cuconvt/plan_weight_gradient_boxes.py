@@ -16,8 +16,7 @@ from cuconvt.plan_search import cheapest_tile, tile_for_size
 PIECE_BYTES = 16
 WAVES = 4  # of blocks, at most
 MAX_WORKSPACE_BYTES = 256 * 2**20
-FEW_PARTS = 16  # up to which a block of the second pass writes weights in their order,
-MAX_BYTES_OF_SUMS = 40 * 1024  # from so much shared memory, and
+FEW_PARTS = 16  # up to which a block of the second pass writes weights in their order, and
 BLOCKS_OF_SUMS = 2  # how many blocks it has for each multiprocessor before these have more sums each
 MAX_FAR = 2**15 - 1  # what an item is from its box's start along D and H
 MAX_PLACE = 2**16 - 1  # places in shared memory

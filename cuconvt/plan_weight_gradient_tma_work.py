@@ -13,7 +13,7 @@ from cuconvt.plan import MAX_GRID, Device, Ints, round_up
 from cuconvt.plan_boxes import count_boxes
 from cuconvt.plan_search import ROUNDINGS, of_tile
 from cuconvt.plan_weight_gradient import SUM_THREADS
-from cuconvt.plan_weight_gradient_boxes import BLOCKS_OF_SUMS, MAX_BYTES_OF_SUMS, WorkOnBoxes
+from cuconvt.plan_weight_gradient_boxes import BLOCKS_OF_SUMS, WorkOnBoxes
 from cuconvt.plan_weight_gradient_tma_sides import ROW_BYTES, Sides, itemsize_of
 from cuconvt.tensor_map import MAX_BOX, TensorMap, spans
 
@@ -23,7 +23,8 @@ LEAST_STAGES, MAX_STAGES = 2, 8
 COPIER_REGISTERS, MAX_REGISTERS = 24, 240  # of a thread
 ROWS = {2: 64, 4: 16}  # of the product that have one tap, by bytes of an element
 LARGEST_BOX = 512  # positions
-MOST_TOGETHER = 4  # patches of a block of the second pass that has all taps, where they are not few
+MAX_BYTES_OF_SUMS = 40 * 1024  # from which a block of the second pass writes all taps of patches in their order, and
+MOST_TOGETHER = 4  # how many it has, where they are not few
 MAX_PRODUCTS = 4096  # of 16 positions, that a block adds up before it adds them to others in memory
 # The same in 3xTF32 of rows that are no whole runs, and of fewer positions in all: what tensor cores cut off of a box's
 # sums is a larger share of few of them than of many.

@@ -9,6 +9,7 @@ from math import gcd, lcm
 from cuconvt.geometry import Geometry
 from cuconvt.plan import Device, Ints, Layout, round_up
 from cuconvt.plan_turn import Array, arrays_of
+from cuconvt.plan_weight_gradient import SUM_THREADS, WIDE_BYTES
 from cuconvt.plan_weight_gradient_boxes import BLOCKS_OF_SUMS, PIECE_BYTES
 from cuconvt.tensor_map import MAX_BOX, MAX_STRIDE
 
@@ -17,7 +18,8 @@ STAGES = 4
 FEWER_STAGES = 3  # where copies bring boxes, which may be larger then
 ROWS_OF_X = 8, 4, 2  # runs of a row of x that copies may bring at a time: 128, 64 or 32 bytes
 STAGER_REGISTERS = 40, 56  # with indices of 32 and of 64 bits
-MAX_STATIC_BYTES, BYTES_OF_SLICES = 48 * 1024, 5 * 1024  # of the second pass: all, and those of many parts
+# Of the second pass: all, and those of many parts.
+MAX_STATIC_BYTES, BYTES_OF_SLICES = 48 * 1024, SUM_THREADS * (WIDE_BYTES + 4)
 MOST_OF_ROW = 1.25  # positions that copies bring for one of a row of x
 MOST_OF_PLANE = 12  # runs of whole rows and whole copies: where boxes have to have more, they are too large
 

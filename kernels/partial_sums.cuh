@@ -35,6 +35,8 @@ __device__ __forceinline__ long long distance(const Ahead& ahead, const Problem&
            ahead.h * p.weight_stride[3] + ahead.w * p.weight_stride[4];
 }
 
+typedef Pack<float, 4> Four;  // sums that are loaded at once
+
 constexpr int SUM_THREADS = 256, MAX_SLICES = 8, PARTS_OF_SLICE = 8;
 constexpr int SUM_BLOCKS = 4;  // that a multiprocessor has registers for: with fewer, the compiler waits for a load before the next
 template <class Acc> constexpr int WIDE = 16 / (int)sizeof(Acc);  // values of a thread, where they are many

@@ -305,8 +305,7 @@ struct Accumulators {
 // others in registers.
 constexpr bool BOX_BY_BOX = IN_REGISTERS && PRECISION == TF32X3;
 
-// Of a thread, those of two rows that are eight apart and of two columns side by side; and what memory keeps of them.
-typedef Pack<float, 4> Four;
+// What memory keeps of four sums: a thread's of two rows that are eight apart and of two columns side by side.
 #if ONE_PART
 typedef Pack<Stored, 4> Kept;
 #else

@@ -690,7 +690,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 constexpr int FEW_PARTS = 16;
 constexpr int ALL_TILES_M = TILES_M * WORKERS;
 constexpr int PARTS_AT_ONCE = 8;
-typedef Pack<float, 4> Four;
 
 // The first weight of a row of M, and how many follow along W.
 struct Row {
@@ -776,6 +775,7 @@ extern "C" __global__ void __launch_bounds__(SUM_THREADS, SUM_BLOCKS)
     weight_gradient_wgmma_add(const float* parts, Stored* out, const Problem p) {
     const unsigned tiles = tiles_of_weights(p), values = tiles * VALUES;
     if (p.tiles[3] <= FEW_PARTS) {
+        // The launch has as many blocks as it takes if each has as many rows as it may, or 64 of them.
         if (gridDim.x * TILES_OF_BLOCK == tiles * (unsigned)(TILES_IN * ALL_TILES_M)) {
             add_few_parts<TILES_OF_BLOCK>(parts, out, p);
         } else {
